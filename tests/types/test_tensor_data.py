@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
+from tinkex import types
 from tinkex.errors import InvalidInputError
 from tinkex.types import TensorData, TensorDtype
 from tinkex.types.data import arrays
+from tinkex.wire import Generation, requests
 
 
 @pytest.mark.parametrize(
@@ -154,3 +158,30 @@ def test_values_are_frozen_compare_by_content_and_survive_pickling():
         back.array[0] = 1
     with pytest.raises(AttributeError, match="frozen"):
         tensor.array = None
+
+
+@pytest.mark.parametrize(("step", "megabytes"), [(0.5, 4.2), (0.1, 12.2)])
+def test_a_list_of_a_million_floats_is_held_as_float32_and_as_doubles_where_those_differ(
+    step, megabytes
+):
+    """SDK 0.4.1 sends floats unrounded, so what rounding changes must be kept; nothing else is."""
+    values = [number * step for number in range(1_000_000)]
+    tracemalloc.start()
+    tensor = TensorData(values, "float32")
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < megabytes * 1e6
+    request = types.ForwardRequest(
+        types.ForwardBackwardInput(
+            [types.Datum(types.ModelInput.from_ints([1]), {"weights": tensor})], "ppo"
+        ),
+        "m",
+    )
+    sent = json.loads(requests.encode("forward", request, Generation.V0_4).content)
+    assert sent["forward_input"]["data"][0]["loss_fn_inputs"]["weights"]["data"] == values
+
+
+def test_a_number_that_float32_cannot_hold_is_named():
+    with pytest.raises(InvalidInputError, match=r"data\[1\]: expected float32 values, got 1e\+39"):
+        TensorData([1.0, 1e39], "float32")
+    assert TensorData([float("inf"), float("nan")], "float32").data[0] == float("inf")

@@ -132,25 +132,10 @@ def with_sequence_ids(response: SampleResponse, sequence_ids: Sequence[str]) -> 
             path="sequences",
         )
     named = [
-        types.SampledSequence.wrap(
-            item.stop_reason,
-            name,
-            item.tokens_np,
-            item.logprobs_np,
-            item.topk_logprobs_np,
-            routed_experts=item.routed_experts,
-        )
-        for item, name in zip(response.sequences, sequence_ids, strict=True)
+        sequence._replace(sequence_id=name)
+        for sequence, name in zip(response.sequences, sequence_ids, strict=True)
     ]
-    return SampleResponse(
-        named,
-        response.prompt_logprobs_np,
-        response.topk_prompt_logprobs_np,
-        response.target_prompt_logprobs,
-        response.prompt_cache_hit_tokens,
-        response.prompt_alt_tokens,
-        prompt_routed_experts=response.prompt_routed_experts,
-    )
+    return response._replace(sequences=named)
 
 
 def _pass_from_json(body: dict[str, Any]) -> ForwardBackwardOutput:

@@ -20,6 +20,7 @@ from tinkex.types.data.chunks import DmelChunk, EncodedTextChunk, ImageAssetPoin
 from tinkex.types.data.datum import Datum
 from tinkex.types.data.model_input import ModelInput
 from tinkex.types.data.tensor_data import TensorData
+from tinkex.types.fields.given import as_given
 from tinkex.types.fields.value import short
 from tinkex.types.training.optimizer import AdamParams, OptimStepRequest
 from tinkex.wire.json_codec import dumps_slowly
@@ -55,12 +56,12 @@ def encode(request: Any) -> bytes:
 
 def encode_pass(name: str, request: Pass) -> bytes:
     """Training data as SDK 0.4.1 writes it."""
-    given = request.input
-    inner: dict[str, Any] = {"data": given.data, "loss_fn": str(given.loss_fn)}
-    if given._given:
-        inner["loss_fn_config"] = given.loss_fn_config and dict(given.loss_fn_config)
+    batch = request.input
+    inner: dict[str, Any] = {"data": batch.data, "loss_fn": str(batch.loss_fn)}
+    if as_given(batch):
+        inner["loss_fn_config"] = batch.loss_fn_config and dict(batch.loss_fn_config)
     outer: dict[str, Any] = {INPUT_FIELD[name]: inner, "model_id": request.model_id}
-    if request._given:
+    if as_given(request):
         outer["seq_id"] = request.seq_id
     return encode(outer)
 
@@ -109,7 +110,7 @@ def _model_input(value: ModelInput) -> dict[str, Any]:
 
 
 def _chunk(chunk: Any) -> dict[str, Any]:
-    kind = {"type": chunk.type} if chunk._type_given else {}
+    kind = {"type": chunk.type} if as_given(chunk) else {}
     if isinstance(chunk, EncodedTextChunk):
         return {"tokens": chunk.tokens, **kind}
     if isinstance(chunk, ImageChunk):
@@ -149,13 +150,8 @@ def _datum(datum: Datum) -> dict[str, Any]:
 def _tensor(tensor: TensorData) -> dict[str, Any]:
     if tensor.is_sparse:  # 0.4.1 has no sparse form; the dense one means the same
         tensor = TensorData.wrap(tensor.to_numpy())
-    source = tensor._source
-    if source is None:
-        data = tensor.data
-    else:
-        data = [
-            float(value) for value in (source.tolist() if hasattr(source, "tolist") else source)
-        ]
+    doubles = as_given(tensor)
+    data = tensor.data if doubles is None else doubles.tolist()
     shape = {} if tensor.shape is None else {"shape": tensor.shape}
     return {"data": data, "dtype": str(tensor.dtype), **shape}
 

@@ -67,6 +67,26 @@ def pack_flat(values: list[Any] | tuple[Any, ...], dtype: str, *, path: str) -> 
     return np.frombuffer(raw, dtype=np.dtype(dtype).newbyteorder("<"))
 
 
+def pack_floats(
+    values: list[Any] | tuple[Any, ...], *, path: str
+) -> tuple[NDArray[np.float32], NDArray[np.float64] | None]:
+    """A flat list of Python numbers as read-only float32, and as doubles where those differ."""
+    try:
+        # In the machine's own byte order: struct is faster there.
+        raw = struct.pack(f"{len(values)}d", *values)
+    except (struct.error, OverflowError, TypeError) as exc:
+        raise _bad_element(values, "float32", path) from exc
+    doubles = np.frombuffer(raw)
+    with np.errstate(over="ignore"):
+        floats = _frozen(doubles.astype("<f4"))
+    if floats.astype(np.float64).tobytes() == raw:
+        return floats, None
+    # A number that float32 cannot hold has become infinite; infinity itself is a value.
+    if not np.isfinite(floats).all() and (np.isinf(floats) & np.isfinite(doubles)).any():
+        raise _bad_element(values, "float32", path)
+    return floats, doubles
+
+
 def check_flat(values: list[Any], array: NDArray[Any], *, path: str) -> None:
     """Refuse what became numbers on the way and is none in JSON: true, a list in the list.
 

@@ -15,17 +15,12 @@ from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
 from tinkex.types.data.arrays import check_flat, token_array
-from tinkex.types.fields.value import Value, set_field, short
+from tinkex.types.fields.given import remember_type
+from tinkex.types.fields.value import Value, kept, set_field, short
 
 MAX_TOKENS = 2**25
 """Most tokens of a chunk in JSON; what a model reads at once is far less."""
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
-
-
-def _check_type(given: str | None, expected: str) -> bool:
-    if given is not None and given != expected:
-        raise InvalidInputError(f"expected {expected!r}, got {given!r}", path="type")
-    return given is not None
 
 
 class EncodedTextChunk(Value):
@@ -34,39 +29,31 @@ class EncodedTextChunk(Value):
     `tokens` is a list made on first use; `tokens_np` is the int32 array behind it, read-only.
     """
 
-    __slots__ = ("_list", "_type_given", "tokens_np")
+    _FIELDS = ("tokens_np",)
+    __slots__ = ("_as_given", "_tokens", "tokens_np")
     tokens_np: NDArray[np.int32]
-    _list: list[int] | None
-    _type_given: bool
 
     type: Literal["encoded_text"] = "encoded_text"
 
     def __init__(self, tokens: Any, type: str | None = None) -> None:
         set_field(self, "tokens_np", token_array(tokens))
-        set_field(self, "_list", None)
-        set_field(self, "_type_given", _check_type(type, "encoded_text"))
+        remember_type(self, type, self.type)
 
     @classmethod
     def wrap(cls, tokens_np: NDArray[np.int32]) -> Self:
         """Take an int32 array as it is, without a copy. The caller promises not to write to it."""
         chunk = cls.__new__(cls)
         set_field(chunk, "tokens_np", tokens_np)
-        set_field(chunk, "_list", None)
-        set_field(chunk, "_type_given", False)
         return chunk
 
-    @property
+    @kept
     def tokens(self) -> list[int]:
-        if self._list is None:
-            set_field(self, "_list", self.tokens_np.tolist())
-        return self._list  # type: ignore[return-value]
+        listed: list[int] = self.tokens_np.tolist()
+        return listed
 
     @property
     def length(self) -> int:
         return len(self.tokens_np)
-
-    def _content(self) -> tuple[Any, ...]:
-        return (self.tokens_np.tobytes(),)
 
     def __repr__(self) -> str:
         return f"EncodedTextChunk(tokens={self.tokens!r})"
@@ -84,25 +71,24 @@ class EncodedTextChunk(Value):
 
 
 class _Image(Value):
-    """What both image chunks share: format, the advisory size, and the 0.4.1 pixel fields."""
+    """The parts of both image chunks: format, the advisory size, and the 0.4.1 pixel fields."""
 
-    __slots__ = ("_type_given", "expected_tokens", "format", "height", "tokens", "width")
+    __slots__ = ("_as_given", "expected_tokens", "format", "height", "tokens", "width")
     format: ImageFormat
     expected_tokens: int | None
     height: int | None
     width: int | None
     tokens: int | None
-    _type_given: bool
 
     type: str = ""
     _OWN: ClassVar[str]
     """The field that says which image: its bytes, or where they are."""
 
-    def _fill(self, format: str, type: str | None, **counts: int | None) -> None:
+    def _fill_image(self, format: str, type: str | None, **counts: int | None) -> None:
         if format not in ("png", "jpeg"):
             raise InvalidInputError(f"expected 'png' or 'jpeg', got {format!r}", path="format")
         set_field(self, "format", format)
-        set_field(self, "_type_given", _check_type(type, self.type))
+        remember_type(self, type, self.type)
         for name, count in counts.items():
             if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
                 raise InvalidInputError(f"expected an integer, got {count!r}", path=name)
@@ -159,7 +145,7 @@ class ImageChunk(_Image):
         tokens: int | None = None,
     ) -> None:
         size = {"height": height, "width": width, "tokens": tokens}
-        self._fill(format, type, expected_tokens=expected_tokens, **size)
+        self._fill_image(format, type, expected_tokens=expected_tokens, **size)
         set_field(self, "data", _bytes(data, path="data"))
 
     def __repr__(self) -> str:
@@ -191,7 +177,7 @@ class ImageAssetPointerChunk(_Image):
         tokens: int | None = None,
     ) -> None:
         size = {"height": height, "width": width, "tokens": tokens}
-        self._fill(format, type, expected_tokens=expected_tokens, **size)
+        self._fill_image(format, type, expected_tokens=expected_tokens, **size)
         if not isinstance(location, str):
             raise InvalidInputError(f"expected text, got {short(location)}", path="location")
         set_field(self, "location", location)
@@ -207,22 +193,19 @@ class ImageAssetPointerChunk(_Image):
 class DmelChunk(Value):
     """Audio as a serialised tensor of mel bins; its first dimension is the length."""
 
-    __slots__ = ("_type_given", "dmel")
+    _FIELDS = ("dmel",)
+    __slots__ = ("_as_given", "dmel")
     dmel: bytes
-    _type_given: bool
 
     type: Literal["dmel"] = "dmel"
 
     def __init__(self, dmel: bytes | str, type: str | None = None) -> None:
         set_field(self, "dmel", _bytes(dmel, path="dmel"))
-        set_field(self, "_type_given", _check_type(type, "dmel"))
+        remember_type(self, type, self.type)
 
     @property
     def length(self) -> int:
         return _container_shape(self.dmel)[0]
-
-    def _content(self) -> tuple[Any, ...]:
-        return (self.dmel,)
 
     def __repr__(self) -> str:
         return f"DmelChunk({len(self.dmel)} bytes)"

@@ -18,7 +18,7 @@ from tinkex.types.data.provenance import (
     checked_spans,
 )
 from tinkex.types.data.tensor_data import TensorData, TensorDtype, from_list
-from tinkex.types.fields.value import Value, nest, set_field
+from tinkex.types.fields.value import Value, nest
 
 # A list carries no dtype of its own, so its name decides, as the losses declare it.
 LIST_DTYPES = {
@@ -37,7 +37,8 @@ class Datum(Value):
     here. 2-D torch `weights` and `target_tokens` become sparse when that is smaller.
     """
 
-    __slots__ = ("loss_fn_input_spans", "loss_fn_inputs", "model_input", "model_input_spans")
+    _FIELDS = ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans")
+    __slots__ = _FIELDS
     model_input: ModelInput
     loss_fn_inputs: LossFnInputs
     model_input_spans: ProvenanceSpans | None
@@ -60,23 +61,15 @@ class Datum(Value):
                 "give both model_input_spans and loss_fn_input_spans, or neither",
                 path="model_input_spans",
             )
-        set_field(self, "model_input", model_input)
-        set_field(self, "loss_fn_inputs", inputs)
-        for name, spans in (
-            ("model_input_spans", model_input_spans),
-            ("loss_fn_input_spans", loss_fn_input_spans),
-        ):
-            set_field(self, name, None if spans is None else checked_spans(spans, path=name))
+        if model_input_spans is not None and loss_fn_input_spans is not None:
+            model_input_spans = checked_spans(model_input_spans, path="model_input_spans")
+            loss_fn_input_spans = checked_spans(loss_fn_input_spans, path="loss_fn_input_spans")
+        self._fill(model_input, inputs, model_input_spans, loss_fn_input_spans)
 
     @classmethod
     def wrap(cls, model_input: ModelInput, loss_fn_inputs: LossFnInputs) -> Self:
         """Take parts that are already checked, without a copy."""
-        made = cls.__new__(cls)
-        set_field(made, "model_input", model_input)
-        set_field(made, "loss_fn_inputs", loss_fn_inputs)
-        set_field(made, "model_input_spans", None)
-        set_field(made, "loss_fn_input_spans", None)
-        return made
+        return cls._make(model_input, loss_fn_inputs, None, None)
 
     def with_provenance(
         self, model_input: Sequence[ProvenanceSpan], loss_fn_inputs: Sequence[ProvenanceSpan]
@@ -89,10 +82,6 @@ class Datum(Value):
         return type(self)(
             self.model_input, self.loss_fn_inputs, list(model_input), list(loss_fn_inputs)
         )
-
-    def _content(self) -> tuple[Any, ...]:
-        spans = (self.model_input_spans, self.loss_fn_input_spans)
-        return (self.model_input, self.loss_fn_inputs, *spans)
 
     def __repr__(self) -> str:
         text = f"Datum(model_input={self.model_input!r}, loss_fn_inputs={self.loss_fn_inputs!r}"

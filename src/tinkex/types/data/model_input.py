@@ -23,7 +23,7 @@ MAX_CHUNKS = 65_536
 class ModelInput(Value):
     """An immutable sequence of chunks; `append` and `append_int` return a new one."""
 
-    __slots__ = ("chunks",)
+    _FIELDS = __slots__ = ("chunks",)
     chunks: list[ModelInputChunk]
 
     def __init__(self, chunks: Iterable[ModelInputChunk | dict[str, Any]]) -> None:
@@ -38,16 +38,12 @@ class ModelInput(Value):
     @classmethod
     def wrap(cls, chunks: list[ModelInputChunk]) -> Self:
         """Take a list of chunks as it is."""
-        made = cls.__new__(cls)
-        set_field(made, "chunks", chunks)
-        return made
+        return cls._make(chunks)
 
     @classmethod
     def from_ints(cls, tokens: Any) -> Self:
         """One text chunk from a list, array or tensor of token ids."""
-        made = cls.__new__(cls)
-        set_field(made, "chunks", [EncodedTextChunk(tokens)])
-        return made
+        return cls._make([EncodedTextChunk(tokens)])
 
     @classmethod
     def from_text(cls, text: str, tokenizer: Any, *, add_special_tokens: bool = True) -> Self:

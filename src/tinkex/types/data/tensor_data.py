@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.errors import InvalidInputError
-from tinkex.types.data.arrays import as_numpy, check_flat, pack_flat, wire_array
-from tinkex.types.fields.value import Value, comparable, set_field
+from tinkex.types.data.arrays import as_numpy, check_flat, pack_flat, pack_floats, wire_array
+from tinkex.types.fields.given import remember_doubles
+from tinkex.types.fields.value import Value, kept, readonly
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +42,12 @@ class _Fields:
     frozen subclass takes a third of the time of setting frozen fields one by one.
     """
 
-    __slots__ = ("_col", "_crow", "_list", "_shape", "_source", "array")
+    _FIELDS: ClassVar[tuple[str, ...]] = ("array", "_shape", "_crow", "_col")
+    __slots__ = (*_FIELDS, "_as_given", "_data")
     array: NDArray[Any]
     _shape: tuple[int, ...] | None
     _crow: NDArray[np.int64] | None
     _col: NDArray[np.int64] | None
-    _list: list[Any] | None
-    # The caller's own doubles, kept because SDK 0.4.1 sends them unrounded.
-    _source: Any
 
 
 class TensorData(_Fields, Value):
@@ -68,28 +67,40 @@ class TensorData(_Fields, Value):
         sparse_crow_indices: Any = None,
         sparse_col_indices: Any = None,
     ) -> None:
-        array, source = _ingest(data, dtype)
+        array = self._ingest(data, dtype)
         if sparse_crow_indices is None and sparse_col_indices is None:
-            array, sizes = _shaped(array, shape)
-            self._fill(array, sizes, source=source)
+            self._fill(*_shaped(array, shape), None, None)
         else:
             crow, col = _indices(sparse_crow_indices, sparse_col_indices)
-            self._fill(array, _checked_csr(array, crow, col, shape), crow, col, source)
+            self._fill(array, _checked_csr(array, crow, col, shape), crow, col)
 
-    def _fill(
-        self,
-        array: NDArray[Any],
-        shape: tuple[int, ...] | None,
-        crow: NDArray[np.int64] | None = None,
-        col: NDArray[np.int64] | None = None,
-        source: Any = None,
-    ) -> None:
-        set_field(self, "array", array)
-        set_field(self, "_shape", shape)
-        set_field(self, "_crow", crow)
-        set_field(self, "_col", col)
-        set_field(self, "_list", None)
-        set_field(self, "_source", source)
+    def _ingest(self, data: Any, dtype: str | None) -> NDArray[Any]:
+        """The values as a read-only wire array."""
+        kind = _parse_dtype(dtype)
+        if data is None:
+            data = []
+        if isinstance(data, (list, tuple)):
+            if kind is None:
+                raise InvalidInputError("is needed when data is a list", path="dtype")
+            if data and isinstance(data[0], (list, tuple, np.ndarray)):
+                return _nested(data, kind)
+            if kind is _INT:
+                return pack_flat(data, kind.value, path="data")
+            array, doubles = pack_floats(data, path="data")
+            if doubles is not None:
+                remember_doubles(self, doubles)
+            return array
+        given = as_numpy(data, path="data")
+        array = wire_array(given, path="data")
+        if kind is not None and array.dtype != _NUMPY[kind]:
+            if kind is _INT:
+                raise InvalidInputError(
+                    f"dtype is int64 but the array is {given.dtype}. Round it first.", path="data"
+                )
+            array = readonly(array.astype("<f4"))
+        if given.dtype == np.float64 and not np.array_equal(given, array, equal_nan=True):
+            remember_doubles(self, given.flatten())  # a copy: the caller may write to his
+        return array
 
     @classmethod
     def wrap(
@@ -105,16 +116,13 @@ class TensorData(_Fields, Value):
         made._shape = array.shape if shape is None else shape
         made._crow = crow
         made._col = col
-        made._list = made._source = None
         made.__class__ = cls
         return made  # type: ignore[return-value]
 
     @classmethod
     def wrap_flat(cls, array: NDArray[Any]) -> Self:
         """Like `wrap`, for a 1-D array that came without a shape."""
-        made = cls.__new__(cls)
-        made._fill(array, None)
-        return made
+        return cls._make(array, None, None, None)
 
     # -------------------------------------------------------------------------------- reading
 
@@ -122,12 +130,11 @@ class TensorData(_Fields, Value):
     def dtype(self) -> TensorDtype:
         return _FLOAT if self.array.dtype.kind == "f" else _INT
 
-    @property
+    @kept
     def data(self) -> list[Any]:
         """The values as a flat list; for a sparse tensor the stored ones. Made on first use."""
-        if self._list is None:
-            set_field(self, "_list", self.array.ravel().tolist())
-        return self._list  # type: ignore[return-value]
+        listed: list[Any] = self.array.ravel().tolist()
+        return listed
 
     @property
     def shape(self) -> list[int] | None:
@@ -183,8 +190,8 @@ class TensorData(_Fields, Value):
     def from_numpy(cls, array: NDArray[Any]) -> Self:
         """Copy an array: floats become float32, integers int64; the shape is kept."""
         made = cls.__new__(cls)
-        copy = wire_array(np.asarray(array), path="data")
-        made._fill(copy, copy.shape, source=_lossy_source(array, copy))
+        copy = made._ingest(np.asarray(array), None)
+        made._fill(copy, copy.shape, None, None)
         return made
 
     @classmethod
@@ -215,8 +222,7 @@ class TensorData(_Fields, Value):
     # -------------------------------------------------------------------------------- value
 
     def _content(self) -> tuple[Any, ...]:
-        indices = (comparable(self._crow), comparable(self._col))
-        return (self.dtype, self._shape, comparable(self.array), *indices)
+        return (self.dtype, *super()._content())
 
     def __repr__(self) -> str:
         text = f"TensorData(data={self.data!r}, dtype={str(self.dtype)!r}, shape={self.shape!r}"
@@ -263,17 +269,17 @@ class TensorData(_Fields, Value):
 
 def from_list(values: list[Any] | tuple[Any, ...], dtype: str) -> TensorData:
     """A flat or nested list in a given dtype; nested lists must be rectangular."""
-    array, source = _ingest(values, dtype)
     made = TensorData.__new__(TensorData)
-    made._fill(array, array.shape, source=source)
+    array = made._ingest(values, dtype)
+    made._fill(array, array.shape, None, None)
     return made
 
 
 def _listed(value: dict[str, Any], name: str) -> list[Any] | None:
-    found = value.get(name)
-    if found is not None and not isinstance(found, list):
-        raise InvalidInputError(f"expected a list, got {type(found).__name__}", path=name)
-    return found
+    items = value.get(name)
+    if items is not None and not isinstance(items, list):
+        raise InvalidInputError(f"expected a list, got {type(items).__name__}", path=name)
+    return items
 
 
 def _parse_dtype(dtype: str | None) -> TensorDtype | None:
@@ -287,30 +293,7 @@ def _parse_dtype(dtype: str | None) -> TensorDtype | None:
         ) from None
 
 
-def _ingest(data: Any, dtype: str | None) -> tuple[NDArray[Any], Any]:
-    """The values as a read-only wire array, and the caller's doubles where rounding lost digits."""
-    kind = _parse_dtype(dtype)
-    if data is None:
-        data = []
-    if isinstance(data, (list, tuple)):
-        if kind is None:
-            raise InvalidInputError("is needed when data is a list", path="dtype")
-        if data and isinstance(data[0], (list, tuple, np.ndarray)):
-            return _ingest_nested(data, kind), None
-        return pack_flat(data, kind.value, path="data"), tuple(data) if kind is _FLOAT else None
-    array = as_numpy(data, path="data")
-    copy = wire_array(array, path="data")
-    if kind is not None and copy.dtype != _NUMPY[kind]:
-        if kind is _INT:
-            raise InvalidInputError(
-                f"dtype is int64 but the array is {array.dtype}. Round it first.", path="data"
-            )
-        copy = copy.astype("<f4")
-        copy.setflags(write=False)
-    return copy, _lossy_source(array, copy)
-
-
-def _ingest_nested(data: list[Any] | tuple[Any, ...], kind: TensorDtype) -> NDArray[Any]:
+def _nested(data: list[Any] | tuple[Any, ...], kind: TensorDtype) -> NDArray[Any]:
     try:
         array = np.array(data)
     except (ValueError, TypeError, OverflowError) as exc:
@@ -319,16 +302,7 @@ def _ingest_nested(data: list[Any] | tuple[Any, ...], kind: TensorDtype) -> NDAr
         ) from exc
     if array.size and (array.dtype.kind not in "if" or (kind is _INT and array.dtype.kind == "f")):
         raise InvalidInputError(f"expected {kind} values, got {array.dtype}", path="data")
-    narrow = array.astype(_NUMPY[kind])
-    narrow.setflags(write=False)
-    return narrow
-
-
-def _lossy_source(given: Any, copy: NDArray[Any]) -> Any:
-    if copy.dtype.kind != "f" or getattr(given, "dtype", None) != np.float64:
-        return None
-    wide = np.asarray(given)
-    return None if np.array_equal(wide, copy, equal_nan=True) else wide.ravel().copy()
+    return readonly(array.astype(_NUMPY[kind]))
 
 
 def _shaped(

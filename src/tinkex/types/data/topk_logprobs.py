@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tinkex.contract.sampling import EMPTY_LOGPROB
 from tinkex.errors import InvalidInputError
-from tinkex.types.fields.value import Value, comparable, readonly, set_field, short
+from tinkex.types.fields.value import Value, readonly, set_field, short
 
 _MAX_CELLS = 2**22
 
@@ -20,10 +20,11 @@ TopkList: TypeAlias = list[list[tuple[int, float]] | None]
 class TopkLogprobs(Value):
     """`token_ids` (int32) and `logprobs` (float32), both [n, k]; `tolist` gives the plain form."""
 
-    __slots__ = ("_list", "logprobs", "token_ids")
+    _FIELDS = ("token_ids", "logprobs")
+    __slots__ = (*_FIELDS, "_list")
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    _list: TopkList | None
+    _list: TopkList
 
     def __init__(self, token_ids: Any, logprobs: Any) -> None:
         ids = np.array(token_ids, dtype="<i4")
@@ -33,18 +34,12 @@ class TopkLogprobs(Value):
                 f"token_ids and logprobs must be 2-D and equal in shape, got {list(ids.shape)} and "
                 f"{list(values.shape)}"
             )
-        set_field(self, "token_ids", readonly(ids))
-        set_field(self, "logprobs", readonly(values))
-        set_field(self, "_list", None)
+        self._fill(readonly(ids), readonly(values))
 
     @classmethod
     def wrap(cls, token_ids: NDArray[np.int32], logprobs: NDArray[np.float32]) -> Self:
         """Take two arrays of the right dtype and shape as they are."""
-        made = cls.__new__(cls)
-        set_field(made, "token_ids", token_ids)
-        set_field(made, "logprobs", logprobs)
-        set_field(made, "_list", None)
-        return made
+        return cls._make(token_ids, logprobs)
 
     @classmethod
     def from_list(cls, rows: Sequence[Sequence[Sequence[Any]] | None]) -> Self:
@@ -70,9 +65,9 @@ class TopkLogprobs(Value):
 
     def tolist(self) -> TopkList:
         """One list of (token id, logprob) per position, empty cells cut; None for an empty row."""
-        if self._list is None:
+        if not hasattr(self, "_list"):
             set_field(self, "_list", self._rows())
-        return self._list  # type: ignore[return-value]
+        return self._list
 
     def _rows(self) -> TopkList:
         if not self.token_ids.size:
@@ -86,7 +81,7 @@ class TopkLogprobs(Value):
         ]
 
     def _content(self) -> tuple[Any, ...]:
-        return (self.token_ids.shape, self.token_ids.tobytes(), comparable(self.logprobs))
+        return (self.token_ids.shape, *super()._content())
 
     def __repr__(self) -> str:
         return f"TopkLogprobs({self.tolist()!r})"

@@ -6,23 +6,61 @@ models. They still work as fields of pydantic models. Nothing here knows how a v
 
 from __future__ import annotations
 
+from itertools import repeat
 from reprlib import repr as short
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from tinkex.errors import InvalidInputError
 
-__all__ = ["Value", "comparable", "nest", "readonly", "set_field", "short"]
+__all__ = ["Value", "comparable", "kept", "nest", "readonly", "set_field", "short"]
 
 set_field = object.__setattr__
-"""How `__init__` fills a frozen value."""
+"""How a frozen value is filled."""
+
+if TYPE_CHECKING:
+    kept = property
+else:
+
+    def kept(make):
+        """A property that is computed once and kept in the slot `_name`, empty until then."""
+        slot = f"_{make.__name__}"
+
+        def read(self):
+            try:
+                return getattr(self, slot)
+            except AttributeError:
+                pass
+            set_field(self, slot, make(self))
+            return getattr(self, slot)
+
+        return property(read, doc=make.__doc__)
 
 
 class Value:
     """Frozen after construction; equal when the class and the content are equal."""
 
     __slots__ = ()
+    _FIELDS: ClassVar[tuple[str, ...]]
+    """The names of the parts, in order: filling, copying and comparing go over these."""
+
+    def _fill(self, *parts: Any) -> None:
+        assert len(parts) == len(self._FIELDS), self._FIELDS
+        for _ in map(set_field, repeat(self), self._FIELDS, parts):
+            pass
+
+    @classmethod
+    def _make(cls, *parts: Any) -> Self:
+        """Take all parts as they are, without a check or a copy."""
+        made = cls.__new__(cls)
+        made._fill(*parts)
+        return made
+
+    def _replace(self, **changes: Any) -> Self:
+        """A copy with some parts changed."""
+        parts = [changes[name] if name in changes else getattr(self, name) for name in self._FIELDS]
+        return self._make(*parts)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(
@@ -33,8 +71,8 @@ class Value:
         raise AttributeError(f"{type(self).__name__} is frozen: cannot delete {name!r}.")
 
     def _content(self) -> tuple[Any, ...]:
-        """What equality and hash look at."""
-        raise NotImplementedError
+        """The parts as equality and hash see them."""
+        return tuple(_compared(getattr(self, name)) for name in self._FIELDS)
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -115,6 +153,10 @@ def comparable(array: np.ndarray[Any, Any] | None) -> bytes | None:
     plain = array + np.float32(0)
     plain[np.isnan(plain)] = np.nan
     return plain.tobytes()
+
+
+def _compared(part: Any) -> Any:
+    return comparable(part) if isinstance(part, np.ndarray) else part
 
 
 def nest(error: InvalidInputError, prefix: str) -> InvalidInputError:

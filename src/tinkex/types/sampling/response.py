@@ -1,4 +1,4 @@
-"""What sampling gives back: sequences, and logprobs of the prompt when they were asked for.
+"""The answer to a sample: sequences, and logprobs of the prompt when they were asked for.
 
 Arrays are the truth; the list properties of the older SDK are made from them on first use.
 """
@@ -16,7 +16,7 @@ from tinkex.errors import InvalidInputError
 from tinkex.types.data.arrays import pack_flat, token_array
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.data.topk_logprobs import TopkList, TopkLogprobs
-from tinkex.types.fields.value import Value, comparable, nest, readonly, set_field, short
+from tinkex.types.fields.value import Value, kept, nest, readonly, short
 from tinkex.types.sampling.snapshot import WeightsSnapshot
 from tinkex.types.sampling.stop_reason import StopReason
 
@@ -37,17 +37,16 @@ class SampledSequence(Value):
     made it, where a client sampled it; equality does not look at it.
     """
 
-    __slots__ = (
-        "_logprobs",
-        "_tokens",
-        "logprobs_np",
-        "routed_experts",
-        "sequence_id",
-        "snapshot",
+    _FIELDS = (
         "stop_reason",
+        "sequence_id",
         "tokens_np",
+        "logprobs_np",
         "topk_logprobs_np",
+        "routed_experts",
+        "snapshot",
     )
+    __slots__ = (*_FIELDS, "_logprobs", "_tokens")
     stop_reason: StopReason
     sequence_id: str
     tokens_np: NDArray[np.int32]
@@ -55,8 +54,6 @@ class SampledSequence(Value):
     topk_logprobs_np: TopkLogprobs | None
     routed_experts: TensorData | None
     snapshot: WeightsSnapshot | None
-    _tokens: list[int] | None
-    _logprobs: list[float] | None
 
     def __init__(
         self,
@@ -71,19 +68,17 @@ class SampledSequence(Value):
         topk_logprobs: TopkList | None = None,
         routed_experts: TensorData | None = None,
     ) -> None:
-        given = tokens if tokens_np is None else tokens_np
+        ids = tokens if tokens_np is None else tokens_np
         values = logprobs if logprobs_np is None else logprobs_np
-        if topk_logprobs is not None and topk_logprobs_np is None:
-            topk_logprobs_np = TopkLogprobs.from_list(topk_logprobs)
-        set_field(self, "stop_reason", parse_stop_reason(stop_reason))
-        set_field(self, "sequence_id", sequence_id)
-        set_field(self, "tokens_np", token_array([] if given is None else given))
-        set_field(self, "logprobs_np", None if values is None else logprob_array(values))
-        set_field(self, "topk_logprobs_np", topk_logprobs_np)
-        set_field(self, "routed_experts", routed_experts)
-        set_field(self, "snapshot", None)
-        set_field(self, "_tokens", None)
-        set_field(self, "_logprobs", None)
+        self._fill(
+            parse_stop_reason(stop_reason),
+            sequence_id,
+            token_array([] if ids is None else ids),
+            None if values is None else logprob_array(values),
+            _topk(topk_logprobs_np, topk_logprobs),
+            routed_experts,
+            None,
+        )
 
     @classmethod
     def wrap(
@@ -93,55 +88,32 @@ class SampledSequence(Value):
         tokens_np: NDArray[np.int32],
         logprobs_np: NDArray[np.float32] | None,
         topk_logprobs_np: TopkLogprobs | None = None,
-        snapshot: WeightsSnapshot | None = None,
         routed_experts: TensorData | None = None,
     ) -> Self:
         """Take arrays of the right dtype as they are."""
-        made = cls.__new__(cls)
-        set_field(made, "stop_reason", stop_reason)
-        set_field(made, "sequence_id", sequence_id)
-        set_field(made, "tokens_np", tokens_np)
-        set_field(made, "logprobs_np", logprobs_np)
-        set_field(made, "topk_logprobs_np", topk_logprobs_np)
-        set_field(made, "routed_experts", routed_experts)
-        set_field(made, "snapshot", snapshot)
-        set_field(made, "_tokens", None)
-        set_field(made, "_logprobs", None)
-        return made
+        arrays = tokens_np, logprobs_np, topk_logprobs_np, routed_experts
+        return cls._make(stop_reason, sequence_id, *arrays, None)
 
     def made_by(self, snapshot: WeightsSnapshot, sequence_id: str | None = None) -> Self:
         """The same sequence, with the weights that made it and the id that it was promised."""
         name = self.sequence_id if sequence_id is None else sequence_id
-        arrays = self.tokens_np, self.logprobs_np, self.topk_logprobs_np
-        return self.wrap(self.stop_reason, name, *arrays, snapshot, self.routed_experts)
+        return self._replace(snapshot=snapshot, sequence_id=name)
 
-    @property
+    @kept
     def tokens(self) -> list[int]:
-        if self._tokens is None:
-            set_field(self, "_tokens", self.tokens_np.tolist())
-        return self._tokens  # type: ignore[return-value]
+        listed: list[int] = self.tokens_np.tolist()
+        return listed
 
-    @property
+    @kept
     def logprobs(self) -> list[float] | None:
-        if self._logprobs is None and self.logprobs_np is not None:
-            set_field(self, "_logprobs", self.logprobs_np.tolist())
-        return self._logprobs
+        return None if self.logprobs_np is None else self.logprobs_np.tolist()
 
     @property
     def topk_logprobs(self) -> TopkList | None:
         return None if self.topk_logprobs_np is None else self.topk_logprobs_np.tolist()
 
     def _content(self) -> tuple[Any, ...]:
-        logprobs = comparable(self.logprobs_np)
-        tokens, topk = self.tokens_np.tobytes(), self.topk_logprobs_np
-        return (
-            self.stop_reason,
-            self.sequence_id,
-            tokens,
-            logprobs,
-            topk,
-            self.routed_experts,
-        )
+        return super()._content()[:-1]  # all but the snapshot
 
     def __repr__(self) -> str:
         return (
@@ -172,31 +144,29 @@ class SampledSequence(Value):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {"stop_reason": str(self.stop_reason), "tokens": self.tokens}
-        if self.sequence_id:
-            fields["sequence_id"] = self.sequence_id
-        if self.logprobs_np is not None:
-            fields["logprobs"] = _nan_to_none(self.logprobs_np)
-        if self.topk_logprobs is not None:
-            fields["topk_logprobs"] = self.topk_logprobs
-        if self.routed_experts is not None:
-            fields["routed_experts"] = self.routed_experts.to_dict()
-        return fields
+        return _without_none(
+            stop_reason=str(self.stop_reason),
+            tokens=self.tokens,
+            sequence_id=self.sequence_id or None,
+            logprobs=None if self.logprobs_np is None else _nan_to_none(self.logprobs_np),
+            topk_logprobs=self.topk_logprobs,
+            routed_experts=self.routed_experts and self.routed_experts.to_dict(),
+        )
 
 
 class SampleResponse(Value):
     """The sequences sampled from one prompt, in the order of their sample index."""
 
-    __slots__ = (
-        "_prompt_logprobs",
-        "prompt_alt_tokens",
-        "prompt_cache_hit_tokens",
-        "prompt_logprobs_np",
-        "prompt_routed_experts",
+    _FIELDS = (
         "sequences",
-        "target_prompt_logprobs",
+        "prompt_logprobs_np",
         "topk_prompt_logprobs_np",
+        "target_prompt_logprobs",
+        "prompt_cache_hit_tokens",
+        "prompt_alt_tokens",
+        "prompt_routed_experts",
     )
+    __slots__ = (*_FIELDS, "_prompt_logprobs")
     sequences: list[SampledSequence]
     prompt_logprobs_np: NDArray[np.float32] | None
     topk_prompt_logprobs_np: TopkLogprobs | None
@@ -204,7 +174,6 @@ class SampleResponse(Value):
     prompt_cache_hit_tokens: int
     prompt_alt_tokens: PromptAltTokens | None
     prompt_routed_experts: TensorData | None
-    _prompt_logprobs: list[float | None] | None
 
     __hash__ = None  # type: ignore[assignment]
     type: Literal["sample"] = "sample"
@@ -224,43 +193,26 @@ class SampleResponse(Value):
         prompt_routed_experts: TensorData | None = None,
     ) -> None:
         values = prompt_logprobs if prompt_logprobs_np is None else prompt_logprobs_np
-        array = None if values is None else logprob_array(values, path="prompt_logprobs")
-        if topk_prompt_logprobs is not None and topk_prompt_logprobs_np is None:
-            topk_prompt_logprobs_np = TopkLogprobs.from_list(topk_prompt_logprobs)
-        set_field(self, "sequences", list(sequences))
-        set_field(self, "prompt_logprobs_np", array)
-        set_field(self, "topk_prompt_logprobs_np", topk_prompt_logprobs_np)
-        set_field(self, "target_prompt_logprobs", target_prompt_logprobs)
-        set_field(self, "prompt_cache_hit_tokens", prompt_cache_hit_tokens)
-        set_field(self, "prompt_alt_tokens", prompt_alt_tokens)
-        set_field(self, "prompt_routed_experts", prompt_routed_experts)
-        set_field(self, "_prompt_logprobs", None)
+        self._fill(
+            list(sequences),
+            None if values is None else logprob_array(values, path="prompt_logprobs"),
+            _topk(topk_prompt_logprobs_np, topk_prompt_logprobs),
+            target_prompt_logprobs,
+            prompt_cache_hit_tokens,
+            prompt_alt_tokens,
+            prompt_routed_experts,
+        )
 
-    @property
+    @kept
     def prompt_logprobs(self) -> list[float | None] | None:
         """One logprob per prompt token; None where there is none, as at position 0."""
-        if self._prompt_logprobs is None and self.prompt_logprobs_np is not None:
-            set_field(self, "_prompt_logprobs", _nan_to_none(self.prompt_logprobs_np))
-        return self._prompt_logprobs
+        array = self.prompt_logprobs_np
+        return None if array is None else _nan_to_none(array)
 
     @property
     def topk_prompt_logprobs(self) -> TopkList | None:
         topk = self.topk_prompt_logprobs_np
         return None if topk is None else topk.tolist()
-
-    def _content(self) -> tuple[Any, ...]:
-        logprobs = comparable(self.prompt_logprobs_np)
-        targets, alternatives = self.target_prompt_logprobs, self.prompt_alt_tokens
-        hits = self.prompt_cache_hit_tokens
-        return (
-            self.sequences,
-            logprobs,
-            self.topk_prompt_logprobs_np,
-            targets,
-            hits,
-            alternatives,
-            self.prompt_routed_experts,
-        )
 
     def __repr__(self) -> str:
         return (
@@ -291,23 +243,31 @@ class SampleResponse(Value):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {
-            "sequences": [sequence.to_dict() for sequence in self.sequences],
-            "type": self.type,
-            "prompt_cache_hit_tokens": self.prompt_cache_hit_tokens,
-        }
-        if self.prompt_logprobs_np is not None:
-            fields["prompt_logprobs"] = self.prompt_logprobs
-        if self.topk_prompt_logprobs is not None:
-            fields["topk_prompt_logprobs"] = self.topk_prompt_logprobs
-        if self.prompt_routed_experts is not None:
-            fields["prompt_routed_experts"] = self.prompt_routed_experts.to_dict()
-        return fields
+        return _without_none(
+            sequences=[sequence.to_dict() for sequence in self.sequences],
+            type=self.type,
+            prompt_cache_hit_tokens=self.prompt_cache_hit_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+            topk_prompt_logprobs=self.topk_prompt_logprobs,
+            prompt_routed_experts=self.prompt_routed_experts
+            and self.prompt_routed_experts.to_dict(),
+        )
+
+
+def _without_none(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _topk(rectangle: TopkLogprobs | None, listed: TopkList | None) -> TopkLogprobs | None:
+    """The likeliest tokens in the form that was given; the rectangle where both were."""
+    if rectangle is not None or listed is None:
+        return rectangle
+    return TopkLogprobs.from_list(listed)
 
 
 def _experts(value: dict[str, Any], name: str) -> TensorData | None:
-    found = value.get(name)
-    return None if found is None else TensorData._validate(found)
+    experts = value.get(name)
+    return None if experts is None else TensorData._validate(experts)
 
 
 def parse_stop_reason(value: str) -> StopReason:

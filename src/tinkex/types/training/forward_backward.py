@@ -8,18 +8,9 @@ from typing import Any, ClassVar
 from tinkex.errors import InvalidInputError
 from tinkex.types.data.datum import MAX_INPUTS, Datum
 from tinkex.types.data.loss import LossFnOutput
+from tinkex.types.fields.given import NOT_GIVEN, remember_field
 from tinkex.types.fields.identifiers import ModelID
-from tinkex.types.fields.value import Value, set_field
-
-
-class _NotGiven:
-    """The default of a field whose None is sent as null and whose absence is not (SDK 0.4.1)."""
-
-    def __repr__(self) -> str:
-        return "<not given>"
-
-
-_NOT_GIVEN: Any = _NotGiven()
+from tinkex.types.fields.value import Value
 
 MAX_DATUMS, MAX_SETTINGS = 65_536, 64
 MAX_MODEL_ID, MAX_NAME, MAX_SETTING = 512, 256, 1024
@@ -29,11 +20,11 @@ MAX_MODEL_ID, MAX_NAME, MAX_SETTING = 512, 256, 1024
 class ForwardBackwardInput(Value):
     """Examples, the name of a loss, and its settings."""
 
-    __slots__ = ("_given", "data", "loss_fn", "loss_fn_config")
+    _FIELDS = ("data", "loss_fn", "loss_fn_config")
+    __slots__ = (*_FIELDS, "_as_given")
     data: list[Datum]
     loss_fn: str
     loss_fn_config: Mapping[str, float | str] | None
-    _given: bool
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -41,13 +32,9 @@ class ForwardBackwardInput(Value):
         self,
         data: Sequence[Datum],
         loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = _NOT_GIVEN,
+        loss_fn_config: Mapping[str, float | str] | None = NOT_GIVEN,
     ) -> None:
-        given = loss_fn_config is not _NOT_GIVEN
-        set_field(self, "data", list(data))
-        set_field(self, "loss_fn", loss_fn)
-        set_field(self, "loss_fn_config", loss_fn_config if given else None)
-        set_field(self, "_given", given)
+        self._fill(list(data), loss_fn, remember_field(self, loss_fn_config))
 
     def check_bounds(self) -> None:
         """Refuse what no honest batch has: the last look of both readers of the wire."""
@@ -66,9 +53,6 @@ class ForwardBackwardInput(Value):
                     f"at most {MAX_INPUTS} inputs with names of {MAX_NAME} characters",
                     path=f"data[{index}].loss_fn_inputs",
                 )
-
-    def _content(self) -> tuple[Any, ...]:
-        return (self.data, self.loss_fn, self.loss_fn_config)
 
     @classmethod
     def _schema(cls) -> dict[str, Any]:
@@ -96,29 +80,21 @@ def _limit(count: int, most: int, what: str, path: str) -> None:
 
 
 class _Pass(Value):
-    __slots__ = ("_given", "_input", "model_id", "seq_id")
+    """The request of a pass, with or without gradient."""
+
+    _FIELDS = ("_input", "model_id", "seq_id")
+    __slots__ = (*_FIELDS, "_as_given")
     model_id: ModelID
     seq_id: int | None
     _input: ForwardBackwardInput
-    _given: bool
     _INPUT: ClassVar[str]
 
     __hash__ = None  # type: ignore[assignment]
-
-    def _fill(self, given: ForwardBackwardInput, model_id: ModelID, seq_id: int | None) -> None:
-        has_seq_id = seq_id is not _NOT_GIVEN
-        set_field(self, "_input", given)
-        set_field(self, "model_id", model_id)
-        set_field(self, "seq_id", seq_id if has_seq_id else None)
-        set_field(self, "_given", has_seq_id)
 
     @property
     def input(self) -> ForwardBackwardInput:
         """The input under one name for both kinds of pass."""
         return self._input
-
-    def _content(self) -> tuple[Any, ...]:
-        return (self._input, self.model_id, self.seq_id)
 
     @classmethod
     def _schema(cls) -> dict[str, Any]:
@@ -144,9 +120,9 @@ class ForwardBackwardRequest(_Pass):
         self,
         forward_backward_input: ForwardBackwardInput,
         model_id: ModelID,
-        seq_id: int | None = _NOT_GIVEN,
+        seq_id: int | None = NOT_GIVEN,
     ) -> None:
-        self._fill(forward_backward_input, model_id, seq_id)
+        self._fill(forward_backward_input, model_id, remember_field(self, seq_id))
 
     @property
     def forward_backward_input(self) -> ForwardBackwardInput:
@@ -163,9 +139,9 @@ class ForwardRequest(_Pass):
         self,
         forward_input: ForwardBackwardInput,
         model_id: ModelID,
-        seq_id: int | None = _NOT_GIVEN,
+        seq_id: int | None = NOT_GIVEN,
     ) -> None:
-        self._fill(forward_input, model_id, seq_id)
+        self._fill(forward_input, model_id, remember_field(self, seq_id))
 
     @property
     def forward_input(self) -> ForwardBackwardInput:
@@ -178,7 +154,7 @@ class ForwardBackwardOutput(Value):
     Metric names end in how chunks of one batch were combined: `loss:sum`, `entropy:mean`.
     """
 
-    __slots__ = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
+    _FIELDS = __slots__ = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
     loss_fn_output_type: str
     loss_fn_outputs: list[LossFnOutput]
     metrics: dict[str, float]
@@ -191,12 +167,7 @@ class ForwardBackwardOutput(Value):
         loss_fn_outputs: Sequence[LossFnOutput] = (),
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        set_field(self, "loss_fn_output_type", loss_fn_output_type)
-        set_field(self, "loss_fn_outputs", list(loss_fn_outputs))
-        set_field(self, "metrics", dict(metrics or {}))
-
-    def _content(self) -> tuple[Any, ...]:
-        return (self.loss_fn_output_type, self.loss_fn_outputs, self.metrics)
+        self._fill(loss_fn_output_type, list(loss_fn_outputs), dict(metrics or {}))
 
     def __repr__(self) -> str:
         return (
