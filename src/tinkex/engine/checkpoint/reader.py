@@ -64,7 +64,7 @@ _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.def
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a folder held. `optimizer` is None where it held none or none was asked."""
+    """The contents of a folder. `optimizer` is None where it held none or none was asked."""
 
     adapter: Adapter
     spec: LoraSpec
@@ -232,7 +232,7 @@ def _save_tensors(
 
 
 def _stretches(views: Iterable[memoryview]) -> Iterator[list[tuple[int, memoryview]]]:
-    """What lies in each `_STRETCH` of the views, one behind the other: (place, bytes) of its parts.
+    """Cut concatenated views into stretches of `_STRETCH` bytes: (offset, bytes) of their parts.
 
     Each is written and hashed by a thread of its own: one alone takes a second a gigabyte.
     """
@@ -265,7 +265,7 @@ def _write_at(file: int, data: Any, at: int) -> None:
 def _peft_config(
     adapter: Adapter, targets: Mapping[str, Target], base_model: str
 ) -> dict[str, Any]:
-    """What `peft` needs to rebuild the adapter, with patterns where modules differ."""
+    """The config by which `peft` rebuilds the adapter, with patterns where modules differ."""
     parts = [part for part, _, _ in adapter.modules()]
     rank = max((part.rank for part in parts), default=1)
     first = next((part for part in parts if part.rank == rank), None)

@@ -69,7 +69,7 @@ class Snapshots:
             total -= oldest.size_bytes
 
     def forget_gone(self) -> None:
-        """Those whose folder is no longer there."""
+        """Forget weights whose folder is no longer there."""
         for key, kept in list(self._kept.items()):
             if kept.written is not None and version_of(key[1]) is None:
                 del self._kept[key]

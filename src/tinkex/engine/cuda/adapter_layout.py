@@ -40,7 +40,7 @@ def linears(
 
 @dataclass(frozen=True, slots=True)
 class LinearLayout:
-    """One linear's A and Bs."""
+    """The A and the Bs of one linear."""
 
     at: int
     """Where A, [R, I], starts."""

@@ -31,7 +31,7 @@ from tinkex.engine.lora.adapter import Adapter, AdapterSpan, LoraBatch, LoraPart
 
 @dataclass(frozen=True, slots=True)
 class AdapterTokens:
-    """One adapter's rows of a batch, for who makes operands of its own (`cuda.mixture`)."""
+    """The rows of one adapter in a batch, for `cuda.mixture`, which makes its own operands."""
 
     start: int
     stop: int
@@ -141,7 +141,7 @@ class AdapterStack:
 
 
 def _grouped(a: Tensor, b: Tensor, stops_G: Tensor) -> Tensor:
-    """One product per span of rows."""
+    """A product for each span of rows."""
     return torch._grouped_mm(a, b, offs=stops_G)
 
 
@@ -156,7 +156,7 @@ def can_group(adapters: Sequence[Adapter]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StackLinear:
-    """One stack's part of one linear."""
+    """The part of one linear that one stack of adapters has."""
 
     stack: AdapterStack
     weights: Weights
@@ -285,7 +285,7 @@ class BatchOperands:
 
     @classmethod
     def fixed(cls, like: Adapter, flat_1P: Tensor, grad_1P: Tensor, num_rows: int) -> BatchOperands:
-        """One adapter on all rows, with its weights and gradients where these tensors are."""
+        """An adapter on all rows, with its weights and gradients where these tensors are."""
         batch = cls(None, num_rows, flat_1P.dtype)
         blocks = [(0, at, num_rows) for at in range(0, num_rows, lora_kernels.MANY_ROWS)]
         weights = weights_by_key(like, flat_1P)

@@ -100,7 +100,7 @@ class AdapterSlots:
 
 @dataclass(frozen=True, slots=True)
 class SlotOperand:
-    """One linear's adapters of all slots, forward only; see `adapter_operand.LoraAddend`."""
+    """The adapters of all slots on one linear, forward only; see `adapter_operand.LoraAddend`."""
 
     slots: AdapterSlots
     layout: LinearLayout

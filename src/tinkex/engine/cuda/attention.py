@@ -47,7 +47,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _step(q, k, v, m, z, acc, seen, scale, MASKED: tl.constexpr):
-    """One block of keys. z has `_ONES` equal columns."""
+    """Add one block of keys to a running softmax. z has `_ONES` equal columns."""
     # `scale` holds log2(e) as well: powers of two are what the card computes in one instruction.
     s = tl.dot(q, tl.trans(k)) * scale
     if MASKED:
@@ -83,7 +83,7 @@ def _tile(
     BM: tl.constexpr, BN: tl.constexpr, CHUNK: tl.constexpr,
     WITH_LSE: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One program per head and tile of queries: (sequence, first query)."""
+    """A program per head and tile of queries: (sequence, first query)."""
     # Heads come first in the grid: those that share a key head read its keys at about one time.
     h = tl.program_id(0)
     seq = tl.load(tiles + tl.program_id(1) * 2)

@@ -42,7 +42,7 @@ def _convolve(
     K: tl.constexpr, k: tl.constexpr, v: tl.constexpr, W: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """One head of some tokens: convolution, silu, and unit length of queries and keys.
+    """For one head of some tokens: convolution, silu, and unit length of queries and keys.
 
     The inputs before a token come from the pass, or from its sequence's state.
     """
@@ -164,7 +164,7 @@ class TokenBounds:
 
     @classmethod
     def singles(cls, slots_B: Tensor) -> TokenBounds:
-        """One token of each sequence."""
+        """Bounds of a batch with one token of each sequence."""
         bounds_b = torch.arange(len(slots_B) + 1, device=slots_B.device)
         return cls(slots_B, bounds_b, bounds_b[:-1])
 
@@ -176,7 +176,7 @@ class WholeSequences:
         self._tokens = TokenBounds.of(range(len(lengths)), lengths, device)
 
     def delta(self, layer_index: int, w: DeltaWeights, fused_TX: Tensor, eps: float) -> Tensor:
-        """What a delta layer hands on."""
+        """The output of a delta layer, normed and gated."""
         state = no_state(w.config, len(self._tokens.slots_B), fused_TX)
         return advance(w, fused_TX, state.conv_BwC, state.heads_BHkv, self._tokens, eps)
 
@@ -189,7 +189,7 @@ def advance(
     tokens: TokenBounds,
     eps: float,
 ) -> Tensor:
-    """What the output linear gets. The states in the slots move on by their sequences' tokens."""
+    """The input of the output linear. States in the slots advance by their sequences' tokens."""
     config = weights.config
     slots_B, bounds_b = tokens.slots_B, tokens.bounds_b
     T, B, C = len(fused_TX), len(slots_B), config.channels
@@ -224,7 +224,7 @@ def advance(
 
 @triton.jit
 def _gated_norm(x, z, w, out, z_stride, eps, H: tl.constexpr, v: tl.constexpr, BV: tl.constexpr):
-    """One head of one token."""
+    """The norm of one head of one token, times the silu of its gate."""
     t, h, i = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, BV)
     keep = i < v
     xv = tl.load(x + (t * H + h) * v + i, keep, other=0.0).to(tl.float32)

@@ -76,7 +76,7 @@ class Chunks:
 def _tokens(
     x, conv, place, before, T, P, x_stride, d: tl.constexpr, W: tl.constexpr, BT: tl.constexpr
 ):
-    """One head of some tokens: which, whether they exist, their convolution, where they go."""
+    """For one head of some tokens: rows, whether they exist, their convolution and its address."""
     head = tl.program_id(1)
     t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     i = tl.arange(0, d)
@@ -99,7 +99,7 @@ def _convolve(
     x, conv, place, before, out, T, P, x_stride, scale,
     K: tl.constexpr, d: tl.constexpr, W: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """One head of some tokens: convolution, silu, and unit length of queries and keys."""
+    """For one head of some tokens: convolution, silu, and unit length of queries and keys."""
     head = tl.program_id(1)
     _, ok, pre, at = _tokens(x, conv, place, before, T, P, x_stride, d, W, BT)
     y = pre * tl.sigmoid(pre)
@@ -139,7 +139,7 @@ def _convolve_slope(
 def _convolve_backward(
     slope, conv, after, dx, T, C, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr
 ):
-    """What some tokens gave to themselves and to the W - 1 tokens behind them."""
+    """Gradients of some tokens' inputs, which reached themselves and the W - 1 tokens after."""
     t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     keep = (t < T)[:, None] & (c < C)[None, :]
@@ -206,7 +206,7 @@ def _decays(g, at, c: tl.constexpr):
 def _decay(
     kk, qk, g, beta, system, inside, from_start, to_end, N, SHARE: tl.constexpr, c: tl.constexpr
 ):
-    """One chunk of one value head: a token corrects by those before it, and sees itself too."""
+    """For one chunk of one value head: a token corrects by those before it, and sees itself too."""
     n, h = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, c)
     cells = i[:, None] * c + i[None, :]
@@ -226,7 +226,7 @@ def _decay_backward(
     kk, qk, g, beta, dsystem, dinside, dfrom, dto, dkk, dqk, dg, dbeta, N,
     SHARE: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one key head: its value heads one after the other, so that one program adds up
+    """For one chunk of one key head: its value heads in turn, so that one program adds up
     what they give to the products of their keys, and nothing is added atomically."""
     n, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i = tl.arange(0, c)

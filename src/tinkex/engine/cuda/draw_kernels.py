@@ -31,7 +31,7 @@ def _weights(x, ONE: tl.constexpr):
 
 @triton.jit
 def _lines(scaled, lines, num_cells, num_groups, ONE: tl.constexpr, W: tl.constexpr):
-    """One group of a row: the sums of its W lines of W cells."""
+    """The sums of the W lines of W cells in one group of a row."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line = tl.arange(0, W)
     cell = (group * W + line)[:, None] * W + tl.arange(0, W)[None, :]
@@ -53,7 +53,7 @@ def _pick(
     scaled, lines, uniform, picked, totals, num_cells, num_groups,
     ONE: tl.constexpr, W: tl.constexpr, GROUPS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One row: its group by the first number, a line of that by the second, a cell by the third."""
+    """Draw in one row: its group by the first number, a line of that by the second, then a cell."""
     row = tl.program_id(0).to(tl.int64)
     mine = lines + row * num_groups * W
     group, line = tl.arange(0, GROUPS), tl.arange(0, W)

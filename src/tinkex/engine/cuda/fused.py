@@ -56,7 +56,7 @@ def can_fuse(config: ModelConfig) -> bool:
 
 @dataclass(slots=True)
 class KeptLayer:
-    """What one layer keeps between forward and backward."""
+    """The tensors that one layer keeps between forward and backward."""
 
     x_TD: Tensor
     rstd1_T: Tensor
@@ -79,7 +79,7 @@ class KeptLayer:
         return _bytes(*rest) + self.wide_bytes()
 
     def wide_bytes(self) -> int:
-        """What the widest products take, which can be made from the rest."""
+        """Bytes of the widest products, which can be made again from the rest."""
         experts = None if self.experts is None else self.experts.gate_up_NX
         return _bytes(self.fused_TX, self.gate_up_TX, experts)
 
@@ -91,7 +91,7 @@ class KeptLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """One batch: where each token stands, and what it may see of those before it."""
+    """The tokens of one batch: where each stands, and what it may see of those before it."""
 
     angles: tuple[Tensor, Tensor]
     """Cosines and sines, [T, h]."""
@@ -210,7 +210,7 @@ class CudaDecoder(Decoder):
         *,
         trains: bool = False,
     ) -> Stream:
-        """What all layers of a pass have in common."""
+        """The inputs that all layers of a pass have in common."""
         packed = attend if isinstance(attend, PackedCausal) else None
         if packed is not None:
             stops: list[int] = []
@@ -238,7 +238,7 @@ class CudaDecoder(Decoder):
     def layer(
         self, index: int, x: Tensor, delta: Tensor | None, stream: Stream, lora: Operands
     ) -> tuple[Tensor, Tensor, KeptLayer]:
-        """One layer on (residual, what the layer below adds to it), and what its backward needs."""
+        """Run a layer on (residual, output of the layer below); keeps what its backward needs."""
         # A block's output is added to the residual by the norm behind it: one kernel for both, and
         # one pass over the rows less. So the last output is handed on, not added.
         w, eps, linears = self.layers[index], self.config.norm_eps, Linears(index, lora, {})
@@ -256,7 +256,7 @@ class CudaDecoder(Decoder):
     def _mix(
         self, index: int, w: LayerWeights, fused: Tensor, stream: Stream
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What the output linear gets; the rest as `KeptLayer` has it."""
+        """The input of the output linear; the rest as `KeptLayer` has it."""
         q, k, v = self._split(fused, _norms(w), stream.angles, stream.target(index))
         attn, lse = attended(index, w, q, k, v, stream)
         return attn.flatten(1), None, lse
@@ -394,7 +394,7 @@ class FusedPass:
         self.final = None
 
     def _kept(self, index: int, below: tuple[Tensor, Tensor | None], layer: Any) -> Any:
-        """What of a layer there is room for, if the layers above keep as little as they can.
+        """The part of a layer that there is room for, if the layers above keep as little as can be.
 
         Without its widest products a layer keeps a third and repeats a half of its work; with its
         inputs alone it repeats all of it, attention too, which in long sequences is most.

@@ -35,7 +35,7 @@ def _add_rms_norm(
     x, delta, w, out_x, out_y, rstd, D, eps,
     HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row. BLOCK covers all of it, so its sum is one `tl.sum` of one layout in every batch."""
+    """Norm one row. BLOCK covers it, so its sum is one `tl.sum` of one layout in every batch."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     keep = cols < D
@@ -74,7 +74,7 @@ def add_rms_norm(
 
 @triton.jit
 def _rms_norm_apply(x, w, rstd, out, D, BLOCK: tl.constexpr):
-    """One row. Nothing is summed: the saved reciprocal is what makes the bits those of before."""
+    """Norm one row again. Nothing is summed: with the saved reciprocal the bits are as before."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     keep = cols < D
@@ -97,7 +97,7 @@ def rms_norm_again(x_TD: Tensor, weight_D: Tensor, rstd_T: Tensor) -> Tensor:
 
 @triton.jit
 def _rms_norm_backward(dy, x, w, rstd, dx, D, BLOCK: tl.constexpr):
-    """One row: (g - xhat * mean(g * xhat)) / rms, where g = dy * w and xhat = x / rms."""
+    """For one row (g - xhat * mean(g * xhat)) / rms, where g = dy * w and xhat = x / rms."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     keep = cols < D
@@ -130,7 +130,7 @@ def _rope(
     H: tl.constexpr, K: tl.constexpr, d: tl.constexpr, HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and group of HEADS heads of q, k and v.
+    """A program per token and group of HEADS heads of q, k and v.
 
     A head's halves are two tiles, because the rotation pairs element i with element i + d/2.
     """
@@ -334,7 +334,7 @@ def swiglu_backward_(dact_TI: Tensor, gate_up_TX: Tensor) -> Tensor:
 
 @triton.jit
 def _log_total(logits, top, log_total, V, BLOCK: tl.constexpr):
-    """One row, in two walks: its maximum, then the sum, BLOCK partial sums added up at the end.
+    """Read one row twice: its maximum, then BLOCK partial sums, which are added up at the end.
 
     One walk with a running maximum would read half as much, but its sums would be scaled whenever
     the maximum rises, and a row less its maximum would not give the same bits.

@@ -157,7 +157,7 @@ def _shrink_many(
 
 
 def shrink_many(x_TI: Tensor, flat_SP: Tensor, blocks_M3: Tensor, at: int, ranks: int) -> Tensor:
-    """What `shrink` gives, for blocks of `MANY_ROWS` rows."""
+    """As `shrink`, for blocks of `MANY_ROWS` rows."""
     T, num_in = x_TI.shape
     block_r = min(128, max(16, triton.next_power_of_2(ranks)))
     programs = triton.cdiv(ranks, block_r), len(blocks_M3)

@@ -122,7 +122,7 @@ class MixedLayerDecoder(CudaDecoder):
     def _delta_mixed(
         self, index: int, w: DeltaWeights, fused: Tensor, attend: PackedCausal
     ) -> Tensor:
-        """What a delta layer hands to its output linear, differentiable: by the rule in chunks."""
+        """The input of a delta layer's output linear, differentiable: by the rule in chunks."""
         eps, delta, fused = self.config.norm_eps, w.config, w.in_order(fused)
         sizes = (delta.channels, delta.values, delta.value_heads, delta.value_heads)
         x_TC, z_T, b_TH, a_TH = fused.split(sizes, dim=1)

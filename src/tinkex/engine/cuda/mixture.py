@@ -38,7 +38,7 @@ _Linear = tuple[tuple[LoraPart, ...], list[tuple[int, tuple[int, int]]]]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One linear of all experts of a block: that of expert 0, and how far the next one's is."""
+    """A linear of all experts of a block: where expert 0's is, and the distance to the next."""
 
     first: _Linear
     step: int
@@ -142,7 +142,7 @@ class Routed:
 
 @dataclass(slots=True)
 class KeptBlock:
-    """What a block keeps for its backward pass."""
+    """The tensors that a block keeps for its backward pass."""
 
     sorted: Sorted
     routed: Routed
@@ -166,7 +166,7 @@ class Block:
     members: Sequence[AdapterTokens]
 
     def forward(self, y_TD: Tensor, routing: Routing | None) -> tuple[Tensor, KeptBlock]:
-        """What the experts add to the residual."""
+        """The experts' sum, which is added to the residual."""
         w, config = self.weights, self.config
         routed = self._route(y_TD, routing)
         s = Sorted.of(routed.chosen_Tk, routed.weights_Tk, config.count)
@@ -274,7 +274,7 @@ def _spread(values_Tk: Tensor, chosen_Tk: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Adapted:
-    """One adapter on one linear of all experts, over its own sorted rows."""
+    """An adapter on one linear of all experts, over its own sorted rows."""
 
     place: _Place
     member: AdapterTokens

@@ -135,7 +135,7 @@ def gather_sum(
 
 @triton.jit
 def _row_dot(x, w, out, D, BLOCK: tl.constexpr):
-    """One row, by one sum of one layout."""
+    """The dot product of one row, in a sum whose order does not depend on the batch."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     keep = cols < D

@@ -48,7 +48,7 @@ def _adamw(
 def adamw_(
     weights_P: Tensor, first_P: Tensor, second_P: Tensor, grad_P: Tensor, step: int, p: AdamParams
 ) -> None:
-    """One step, counted from 1, in place."""
+    """Apply step number `step`, counted from 1, in place."""
     root2 = math.sqrt(1 - p.beta2**step)
     _adamw[(triton.cdiv(weights_P.numel(), _BLOCK),)](
         weights_P, first_P, second_P, grad_P, weights_P.numel(), 1 - p.beta1, p.beta2,

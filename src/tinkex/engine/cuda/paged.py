@@ -100,7 +100,7 @@ class CudaPagedAttend:
         return self._flat_k[at], self._flat_v[at], self._slots_T
 
     def delta(self, layer_index: int, w: DeltaWeights, fused_TX: Tensor, eps: float) -> Tensor:
-        """What a delta layer hands on; every sequence goes on from its state, and leaves it."""
+        """The output of a delta layer; every sequence starts from its state and updates it."""
         assert self.states is not None
         assert self._tokens is not None
         return delta.advance(w, fused_TX, *self.states.layer(layer_index), self._tokens, eps)

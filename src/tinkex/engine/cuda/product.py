@@ -103,7 +103,7 @@ def _can_copy(device: torch.device) -> bool:
 
 
 def _descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
-    """What a kernel fetches tiles of so many rows and columns with; see `_can_copy`."""
+    """A descriptor by which a kernel fetches tiles of so many rows and columns; see `_can_copy`."""
     assert TensorDescriptor is not None
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
 

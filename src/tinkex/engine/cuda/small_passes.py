@@ -78,7 +78,7 @@ class SmallPasses:
 
 
 class Recording:
-    """One size and one layout of adapters. `forward`, then `backward`, in turns."""
+    """A recorded pass of one size and one layout of adapters. `forward`, then `backward`."""
 
     def __init__(self, decoder: CudaDecoder, like: Adapter, size: int, pool: Any) -> None:
         device, self.size = decoder.device, size
@@ -120,7 +120,7 @@ class Recording:
         self._set_tiles(queries.tiles_X2)
 
     def _set_tiles(self, tiles_X2: Tensor) -> None:
-        """Those past the last stand at the start of a sequence without tokens."""
+        """Write the tiles; unused ones stand at the start of a sequence without tokens."""
         device, count = tiles_X2.device, len(tiles_X2)
         self._queries.tiles_X2[:count] = tiles_X2
         self._queries.tiles_X2[count:] = send(np.array([_SEQUENCES - 1, 0], np.int32), device)

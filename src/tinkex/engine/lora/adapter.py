@@ -34,7 +34,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class TargetPart:
-    """One module that can carry an adapter, and its columns in the fused linear's output."""
+    """A module that can carry an adapter, and its columns in the fused linear's output."""
 
     module: str
     """Its Hugging Face name, such as `model.layers.0.self_attn.q_proj`."""
@@ -45,7 +45,7 @@ class TargetPart:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One fused linear of a decoder."""
+    """A fused linear of a decoder."""
 
     in_size: int
     parts: tuple[TargetPart, ...]
@@ -72,7 +72,7 @@ class LoraPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraGroup:
-    """One adapter's weights on one fused linear: a stacked A, and a B per part."""
+    """The weights of one adapter on one fused linear: a stacked A, and a B per part."""
 
     a_RI: Tensor
     b_Or: tuple[Tensor, ...]
@@ -225,7 +225,7 @@ def take_apart(flat: Tensor, layout: Layout) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class ModuleInit:
-    """What a module of a new adapter starts from; `rank` and `scale` may differ per module."""
+    """The first weights of one module; `rank` and `scale` may differ per module."""
 
     rank: int
     scale: float
@@ -350,7 +350,7 @@ class LoraBatch:
             assert left.stop <= right.start, "LoRA spans must be sorted and disjoint"
 
     def terms(self, key: str) -> tuple[LoraTerm, ...]:
-        """What the linear `key` must add, span by span."""
+        """The terms that the linear `key` must add, span by span."""
         return tuple(
             LoraTerm(span.start, span.stop, group)
             for span in self.spans

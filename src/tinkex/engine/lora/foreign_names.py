@@ -44,7 +44,7 @@ def our_modules(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
 
 
 def our_name(module: str) -> str:
-    """What our decoder calls a module; experts in one tensor keep their own name."""
+    """The name of a module in our decoder; experts in one tensor keep their own name."""
     for theirs, ours in _RENAMED:
         if module.startswith(theirs):
             module = ours + module.removeprefix(theirs)

@@ -342,7 +342,7 @@ class Decoder(DecoderLike):
         return rms_norm(q_T, layer.q_norm, eps), rms_norm(k_T, layer.k_norm, eps)
 
     def _delta(self, index: int, weights: DeltaWeights, fused: Tensor, attend: Attend) -> Tensor:
-        """What a delta layer hands to its output linear."""
+        """The input of a delta layer's output linear."""
         assert isinstance(attend, RecurrentAttend)
         delta = weights.config
         sizes = (delta.channels, delta.values, delta.value_heads, delta.value_heads)

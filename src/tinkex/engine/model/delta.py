@@ -28,7 +28,7 @@ _UNIT_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class DeltaWeights:
-    """What a delta layer has beside its two linears."""
+    """The weights of a delta layer beside its two linears."""
 
     config: DeltaConfig
     conv_CW: Tensor

@@ -34,7 +34,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _plain() -> None:
-    """What a block has that gates as all do."""
+    """Stands for the gate of a block that has none of its own."""
 
 
 class Experts:

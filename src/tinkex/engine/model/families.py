@@ -21,7 +21,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """One `model_type`, under which many models are published."""
+    """A `model_type`, under which many models are published."""
 
     arch: str
     says: str

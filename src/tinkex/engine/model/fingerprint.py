@@ -46,7 +46,7 @@ TELL_EVERY_S = 2.0
 
 
 def digest(name: str, tensor: Tensor) -> bytes:
-    """What a fingerprint keeps of one tensor."""
+    """The digest of one tensor in a fingerprint."""
     count = min(_VALUES, tensor.numel())
     at = torch.arange(count, device=tensor.device) * (tensor.numel() // max(count, 1))
     values = tensor[torch.unravel_index(at, tensor.shape)] if tensor.ndim else tensor.reshape(1)

@@ -113,7 +113,7 @@ class ForeignDecoder(DecoderLike):
 
     @contextmanager
     def _using(self, batch: _Batch) -> Iterator[None]:
-        """What the wrapped modules find while they run."""
+        """Set the batch that the wrapped modules find while they run."""
         before, self._batch = self._batch, batch
         try:
             yield
@@ -225,7 +225,7 @@ class ForeignDecoder(DecoderLike):
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What one pass is about."""
+    """The attention and the adapters of the pass that runs."""
 
     attend: Attend | None = None
     lora: LoraBatch | None = None
@@ -246,7 +246,7 @@ def _load(source: ModelSource, config: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def _logit_factor(config: Any) -> float:
-    """What Granite divides its logits by, and Cohere multiplies them with."""
+    """The factor of the logits: Cohere multiplies them, Granite divides."""
     return float(getattr(config, "logit_scale", None) or 1) / float(
         getattr(config, "logits_scaling", None) or 1
     )
@@ -293,7 +293,7 @@ def _attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: [1, heads, T, d] in, [1, T, heads, d] out."""
+    """The function that transformers calls in each layer: [1, H, T, d] in, [1, T, H, d] out."""
     if used := [name for name in _REFUSED if kwargs.get(name) is not None]:
         raise NotSupportedError(f"this model's attention uses {used[0]}, which is not supported")
     if not hasattr(module, "tinkex_attend"):

@@ -154,7 +154,7 @@ class _Cursor:
 
 
 class GgufFile:
-    """One opened file. `metadata` is plain Python; `read` widens a tensor to float32."""
+    """An opened file. `metadata` is plain Python; `read` widens a tensor to float32."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
@@ -182,7 +182,7 @@ class GgufFile:
         return name, TensorInfo(shape, cursor.scalar("<I"), cursor.scalar("<Q"))
 
     def read(self, name: str) -> Floats:
-        """One tensor, widened to float32, in torch's dimension order."""
+        """Read a tensor, widened to float32, in torch's dimension order."""
         info = self.tensors[name]
         fmt = _FORMATS.get(info.kind)
         if fmt is None:

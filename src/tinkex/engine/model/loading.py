@@ -121,7 +121,7 @@ class Loader:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, *, packed: bool = False) -> int:
-    """What the weights of a native model take on the device; `packed`: with experts in 4 bits."""
+    """Bytes of a native model's weights on the device; `packed`: with experts in 4 bits."""
     total = 0
     for name, shape in expected_shapes(config):
         size = torch.Size(shape).numel()

@@ -31,7 +31,7 @@ Biased = tuple[Matrix, Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class MixtureWeights:
-    """One block. Gate and up lie side by side in the rows of `gate_up_EXD`.
+    """The weights of one block. Gate and up lie side by side in the rows of `gate_up_EXD`.
 
     The experts' matrices may be packed: whoever multiplies with one expands it first.
     """
@@ -160,7 +160,7 @@ def mixture(
     routing: Routing | None = None,
     agree: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """What the block adds to the residual, as far as its experts are here; `y_TD` is normed."""
+    """The block's output for the residual, as far as its experts are here; `y_TD` is normed."""
     lora = lora or LoraBatch(())
     given = None if routing is None else routing.given.get(layer_index)
     chosen_Tk, weights_Tk, logp_TE = route(config, weights, y_TD, given, agree)
@@ -206,6 +206,6 @@ def _mlp(
     lora: LoraBatch,
     key: str,
 ) -> Tensor:
-    """What an expert makes of its rows; `key` is that of `mlp_targets`."""
+    """The output of one expert for its rows; `key` is that of `mlp_targets`."""
     act = combine(config, linear(x_tD, *gate_up, lora.terms(f"{key}gate_up")))
     return linear(act, *down, lora.terms(f"{key}down"))

@@ -54,7 +54,7 @@ def pack(weights: Iterable[Tensor]) -> bool:
 
 
 def held_bytes(weights: Iterable[Tensor]) -> int:
-    """What the copies take."""
+    """Bytes of the copies."""
     return sum(w.numel() * w.element_size() for w in weights if hasattr(w, _ATTRIBUTE))
 
 

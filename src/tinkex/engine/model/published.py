@@ -79,7 +79,7 @@ class PublishedWeights:
         return self._load(self._stored[name])
 
     def _plain(self, name: str) -> Tensor:
-        """One tensor in a type that we compute with."""
+        """Read a tensor in a type that we compute with."""
         tensor = self._fetch(name)
         if tensor.dtype in _PLAIN:
             return tensor
@@ -177,7 +177,7 @@ def misfits(
     shape_of: Callable[[str], tuple[int, ...]],
     config: ModelConfig,
 ) -> Iterator[str]:
-    """What `PublishedWeights` would refuse, from headers alone."""
+    """Tensors that `PublishedWeights` would refuse, from headers alone."""
     for name, shape in expected:
         for spelling, wanted in _spellings(name, shape, stored, config):
             if spelling not in stored:

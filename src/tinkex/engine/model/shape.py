@@ -102,7 +102,7 @@ class DeltaConfig:
 
     @property
     def channels(self) -> int:
-        """What the convolution sees: queries, keys and values side by side."""
+        """Width of the convolution: queries, keys and values side by side."""
         return 2 * self.keys + self.values
 
 
@@ -173,7 +173,7 @@ class ModelConfig:
         return kept + 2 * self.mlp_size
 
     def kept_bytes(self, lengths: Sequence[int], itemsize: int, *, with_pairs: bool = False) -> int:
-        """What all layers keep of sequences, when nothing is computed again.
+        """Bytes that all layers keep of sequences, when nothing is computed again.
 
         `with_pairs`: as a CPU does, see `kept_pairs`.
         """
@@ -194,7 +194,7 @@ class ModelConfig:
 
     @property
     def routing(self) -> ExpertCounts | None:
-        """What `routed_experts` look like here; None: this is no mixture."""
+        """The counts that shape `routed_experts` here; None: this is no mixture."""
         if self.experts is None or not self.expert_layers:
             return None
         return ExpertCounts(self.experts.count, self.experts.per_token, len(self.expert_layers))

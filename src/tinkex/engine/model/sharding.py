@@ -165,7 +165,7 @@ class ModelShards:
     # -------------------------------------------------------------------------------- weights
 
     def weight(self, name: str, tensor: Tensor, rank: int) -> Tensor:
-        """One rank's shard of a tensor of the base model."""
+        """The shard of a base tensor that one rank has."""
         if self.size == 1 or (sharded := self._dimension(name)) is None:
             return tensor
         dim, pieces = sharded

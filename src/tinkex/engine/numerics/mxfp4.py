@@ -26,7 +26,7 @@ _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """One matrix [R, I], computed with in `dtype`."""
+    """A matrix [R, I], computed with in `dtype`."""
 
     blocks_RGb: Tensor
     scales_RG: Tensor

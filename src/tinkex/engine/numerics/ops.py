@@ -126,7 +126,7 @@ class Ops:
         step: int,
         params: AdamParams,
     ) -> None:
-        """One step of Adam without weight decay, counted from 1, in place."""
+        """Apply a step of Adam without weight decay, counted from 1, in place."""
         first_P.lerp_(grad_P, 1 - params.beta1)
         second_P.mul_(params.beta2).addcmul_(grad_P, grad_P, value=1 - params.beta2)
         correction1 = 1 - params.beta1**step

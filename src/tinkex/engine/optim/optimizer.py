@@ -33,7 +33,7 @@ class OptimizerState:
 
 
 def scratch_bytes(adapter: Adapter, state: OptimizerState) -> int:
-    """What a step needs for itself beside weights, gradients and moments."""
+    """Bytes that a step needs beside weights, gradients and moments."""
     own, whole = UPDATES[state.kind].scratch
     num_numbers = own * adapter.flat.numel() + whole * adapter.num_whole
     return num_numbers * adapter.flat.element_size()

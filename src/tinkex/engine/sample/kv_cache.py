@@ -68,7 +68,7 @@ class BlockPool:
         return found
 
     def num_idle_of(self, keys: Iterable[Key]) -> tuple[int, int]:
-        """What `match` would find: (blocks, how many of them count as available now)."""
+        """The number of blocks that `match` would find, and how many of them are available now."""
         found = idle = 0
         for key in keys:
             if (block := self._block_of.get(key)) is None:

@@ -99,7 +99,7 @@ class PagedCache:
 
 @dataclass(slots=True)
 class _Group:
-    """One-token chunks of similar length, attended together."""
+    """Chunks of one token and similar length, attended together."""
 
     rows: slice | Tensor
     table: Tensor | slice

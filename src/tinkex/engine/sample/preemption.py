@@ -28,7 +28,7 @@ class Preemption:
         self._num_samples = 0
 
     def planned(self, chunks: Sequence[Chunk]) -> None:
-        """What the pass holds that is about to run."""
+        """Note the chunks of the pass that is about to run."""
         self._lengths.clear()
         self._num_samples = len(chunks)
         for chunk in chunks:

@@ -58,7 +58,7 @@ class RunningJob:
 
     @property
     def divergence(self) -> str:
-        """What to say of logits that are no numbers."""
+        """The error text for logits that are not finite."""
         adapted = "an adapter of " if self.adapter is not None else ""
         return (
             f"the logits of {adapted}{self.job.base_model} are not finite: it has diverged. Sample "

@@ -505,7 +505,7 @@ class Sampler:
             request.emit(done)
 
     def _note_experts(self, sample: Sample) -> None:
-        """What an ended sample passed, before its pages go; the first also tells the prompt's."""
+        """Keep the experts of an ended sample, before its pages go; the first has the prompt's."""
         assert self._experts is not None
         num_prompt, num_tokens = sample.num_prompt, len(sample.tokens)
         if sample.index == 0:

@@ -36,7 +36,7 @@ class SchedulerConfig:
 
 @dataclass(eq=False, slots=True)
 class Seq:
-    """One sample in the making. The scheduler owns everything but `tokens`, which grows outside."""
+    """A sequence being sampled. The scheduler owns all of it but `tokens`, which grow outside."""
 
     version: str
     """Adapter version: equal strings have equal weights. Computed here, never read in a file."""

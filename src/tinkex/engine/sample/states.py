@@ -18,7 +18,7 @@ from tinkex.engine.sample.state_pool import Copy
 
 
 def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """What one slot takes; 0 for a model without delta layers."""
+    """Bytes of one slot; 0 for a model without delta layers."""
     delta = config.delta
     if delta is None:
         return 0

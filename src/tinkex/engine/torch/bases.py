@@ -169,7 +169,7 @@ class Bases:
         return [sampler for sampler in samplers if sampler is not None and sampler.has_work]
 
     def held_bytes(self) -> dict[str, int]:
-        """What their memory is for, by `heartbeat.KINDS`."""
+        """Bytes in use by purpose, as in `heartbeat.KINDS`."""
         bases = self.loaded.values()
         decoders = [base.decoder for base in bases if isinstance(base.decoder, Decoder)]
         samplers = [base.sampler for base in bases if base.sampler is not None]

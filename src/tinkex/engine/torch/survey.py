@@ -45,7 +45,7 @@ def how_it_runs(config: ModelConfig) -> str:
 
 
 def survey(source: ModelSource, *, length: int = 2048, rank: int = 32) -> Iterator[Remark]:
-    """What a server would find; training and sampling are sized for one sequence of `length`."""
+    """Check a model as a server would; memory is that of one sequence of `length` tokens."""
     try:
         config = source.config()
     except (TinkerError, OSError, ValueError) as exc:
@@ -142,7 +142,7 @@ def _memory(config: ModelConfig, length: int, rank: int, packed: bool) -> Remark
 
 
 def _packed_here(config: ModelConfig) -> str:
-    """What this machine would do with experts that are stored in 4 bits."""
+    """How this machine would hold experts that are stored in 4 bits."""
     ops = ops_for(find_device("auto"))
     free = ops.free_bytes()
     says = {True: "stay in 4 bits", False: "are expanded", None: "do not fit even in 4 bits"}

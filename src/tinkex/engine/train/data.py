@@ -23,7 +23,7 @@ from tinkex.errors import InvalidInputError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What of a model decides whether a datum fits it."""
+    """The sizes of a model that decide whether a datum fits it."""
 
     vocab_size: int
     max_length: int
@@ -44,7 +44,7 @@ class DatumArrays:
 
 
 def loss_of(job: TrainJob) -> Loss | TracedLoss:
-    """What a job's data are checked against and its loss is computed by."""
+    """The loss of a job, declared or traced, by which its data are checked and computed."""
     if not job.data:
         raise InvalidInputError("must hold at least one datum", path="data")
     # A part of a job was judged with the whole, which has more tokens.
@@ -60,7 +60,7 @@ def loss_of(job: TrainJob) -> Loss | TracedLoss:
 def read_datum(
     datum: TrainDatum, loss: Loss | TracedLoss, *, path: str, limits: Limits
 ) -> DatumArrays:
-    """One datum as arrays, checked against its loss and the model.
+    """Read a datum as arrays, checked against its loss and the model.
 
     A server has judged the same before. But an engine works without one too; a server does not know
     the vocabulary and the context while a busy engine has not told it; and one token outside of the

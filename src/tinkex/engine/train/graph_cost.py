@@ -31,7 +31,7 @@ class LossSeconds:
 
 @dataclass(slots=True, kw_only=True)
 class LossBudget:
-    """What the traced loss of one job may cost, and what it has cost."""
+    """The operations and seconds that the traced loss of one job may take, and has taken."""
 
     max_operations: float = math.inf
     max_datum_operations: float = traced.DATUM_OPERATIONS

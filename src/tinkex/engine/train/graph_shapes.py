@@ -78,7 +78,7 @@ def _input_shape(datum: TrainDatum, name: str) -> Shape:
 
 
 def _datum_operations(program: Program, inputs: Mapping[str, Shape]) -> tuple[int, str]:
-    """What is known of the work for one datum, and the node with most of it."""
+    """The operations known for one datum, and the node with most of them."""
     values: dict[str, Any] = {name: _Tensor(shape) for name, shape in inputs.items()}
     total, most, heaviest = 0, 0, ""
     for step in program.steps:

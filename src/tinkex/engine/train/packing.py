@@ -17,7 +17,7 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One datum to be packed. `owner` is the adapter's place in the batch, `job` its job's."""
+    """A datum to be packed. `owner` and `job` are the indexes of its adapter and its job."""
 
     owner: int
     job: int

@@ -42,7 +42,7 @@ class RouterLoad:
             self._replayed.append(torch.stack([is_given.sum(), differs.sum()]))
 
     def counts(self) -> RouterCounts | None:
-        """What was counted; None where there is no router."""
+        """The counts so far; None where there is no router."""
         if self._counts_LE is None:
             return None
         entropies = torch.stack(self._entropies).tolist()

@@ -269,7 +269,7 @@ class _PlainSoftmax:
 
 
 class _FusedSoftmax:
-    """One read of the logits each way, for one target per row."""
+    """The softmax of one target per row, which reads the logits once each way."""
 
     def __init__(self, ops: Ops, logits_NV: Tensor, pieces: Sequence[ScoredRows]) -> None:
         self._ops, self._logits_NV = ops, logits_NV

@@ -89,7 +89,7 @@ class AdapterShards:
         return [parameter for parameter in self._parameters if parameter.is_at(rank)]
 
     def tensors_at(self, rank: int, whole: Sequence[Tensor]) -> list[Tensor]:
-        """One rank's shards of tensors parallel to the whole adapter's."""
+        """The shards that one rank has of tensors parallel to the whole adapter's."""
         pairs = zip(self._parameters, whole, strict=True)
         return [
             parameter.shard(tensor, rank) for parameter, tensor in pairs if parameter.is_at(rank)

@@ -661,7 +661,7 @@ class _Handed(torch.autograd.Function):
 
 
 def _routing(config: ModelConfig, data: Sequence[Prepared], device: torch.device) -> Routing | None:
-    """What a pass learns of a mixture's routers, and what its datums prescribe to them."""
+    """The record of a mixture's routers in a pass, with the experts that its datums prescribe."""
     if (experts := config.routing) is None:
         return None
     if all(datum.experts_TLk is None for datum in data):
