@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tinkex.cli.listing import collect, counted
 from tinkex.cli.output import Table, ago, plain, print_table, size, stacked
-from tinkex.cli.paging import collect, counted
 
 NOW = datetime(2026, 11, 15, 12, 0, tzinfo=UTC)
 

@@ -38,7 +38,11 @@ def resolve_address(state: State) -> Iterator[tuple[str, str]]:
 def send(
     verb: str, base_url: str, path: str, key: str, *, timeout: float = 30, **options: Any
 ) -> httpx.Response:
-    """One request, whatever the answer; a server that cannot be reached is the user's to hear."""
+    """Send a request and give the answer, whatever its status.
+
+    Raises:
+        click.ClickException: The server cannot be reached.
+    """
     import httpx
 
     from tinkex.wire.loopback import DIRECT

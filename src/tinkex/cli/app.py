@@ -19,49 +19,40 @@ import click
 
 from tinkex import __version__
 from tinkex.cli.messages import words
+from tinkex.cli.output import print_json
 from tinkex.cli.state import State, shared_options
 
-# name -> (module:attribute, the line `tinkex --help` shows)
-COMMANDS: dict[str, tuple[str, str]] = {
-    "auth": ("tinkex.cli.commands.auth:auth", "Log in, log out, and say who you are."),
-    "billing": ("tinkex.cli.commands.billing:billing", "Tokens used and checkpoint storage."),
-    "chat": ("tinkex.cli.commands.chat:chat", "Talk to a base model or a checkpoint."),
-    "checkpoint": (
-        "tinkex.cli.commands.checkpoint:checkpoint",
-        "List, publish, download and delete.",
-    ),
-    "cluster": ("tinkex.cli.commands.cluster:cluster", "Look at the Ray cluster of a server."),
-    "completion": ("tinkex.cli.commands.completion:completion", "Print a shell completion script."),
-    "conformance": (
-        "tinkex.cli.commands.conformance:conformance",
-        "Test a server against the contract.",
-    ),
-    "console": ("tinkex.cli.commands.console:console", "Look at runs in a browser."),
-    "disk": ("tinkex.cli.commands.disk:disk", "What Tinkex keeps on this machine, by run."),
-    "doctor": ("tinkex.cli.commands.doctor:doctor", "Check this machine and a server."),
-    "export": (
-        "tinkex.cli.commands.export:export",
-        "Write a checkpoint as PEFT, merged or GGUF.",
-    ),
-    "gc": ("tinkex.cli.commands.disk:gc", "Remove what nobody needs from this machine's disk."),
-    "import": ("tinkex.cli.commands.import_:import_", "Turn a PEFT adapter into a checkpoint."),
-    "admin": (
-        "tinkex.cli.commands.admin:admin",
-        "Look after your own server: its data, its users.",
-    ),
-    "keys": ("tinkex.cli.commands.keys:keys", "Add, list and revoke keys of your own server."),
-    "model": ("tinkex.cli.commands.model:model", "What the server can train and sample."),
-    "pull": ("tinkex.cli.commands.pull:pull", "Fetch a base model, and say what it needs."),
-    "quickstart": (
-        "tinkex.cli.commands.quickstart:quickstart",
-        "Fine-tune a small model, right now.",
-    ),
-    "run": ("tinkex.cli.commands.run:run", "List and inspect training runs."),
-    "sample": ("tinkex.cli.commands.sample:sample", "Complete a prompt."),
-    "serve": ("tinkex.server.serve:serve", "Run a Tinker server on this machine."),
-    "session": ("tinkex.cli.commands.session:session", "List and inspect sessions."),
-    "train": ("tinkex.cli.commands.train:train", "Fine-tune with SFT, DPO, RL or distillation."),
-    "version": ("tinkex.cli.commands.version:version", "Print the version."),
+# name -> the line `tinkex --help` shows. A command stands in the module of its name.
+COMMANDS: dict[str, str] = {
+    "auth": "Log in, log out, and say who you are.",
+    "billing": "Tokens used and checkpoint storage.",
+    "chat": "Talk to a base model or a checkpoint.",
+    "checkpoint": "List, publish, download and delete.",
+    "cluster": "Look at the Ray cluster of a server.",
+    "completion": "Print a shell completion script.",
+    "conformance": "Test a server against the contract.",
+    "console": "Look at runs in a browser.",
+    "disk": "What Tinkex keeps on this machine, by run.",
+    "doctor": "Check this machine and a server.",
+    "export": "Write a checkpoint as PEFT, merged or GGUF.",
+    "gc": "Remove what nobody needs from this machine's disk.",
+    "import": "Turn a PEFT adapter into a checkpoint.",
+    "admin": "Look after your own server: its data, its users.",
+    "keys": "Add, list and revoke keys of your own server.",
+    "model": "What the server can train and sample.",
+    "pull": "Fetch a base model, and say what it needs.",
+    "quickstart": "Fine-tune a small model, right now.",
+    "run": "List and inspect training runs.",
+    "sample": "Complete a prompt.",
+    "serve": "Run a Tinker server on this machine.",
+    "session": "List and inspect sessions.",
+    "train": "Fine-tune with SFT, DPO, RL or distillation.",
+    "version": "Print the version.",
+}
+_ELSEWHERE = {
+    "gc": "tinkex.cli.commands.disk:gc",
+    "import": "tinkex.cli.commands.import_:import_",
+    "serve": "tinkex.server.serve:serve",
 }
 
 
@@ -74,14 +65,15 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[name][0].partition(":")
+        source = _ELSEWHERE.get(name, f"tinkex.cli.commands.{name}:{name}")
+        module, _, attribute = source.partition(":")
         command = getattr(import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+            formatter.write_dl([(name, COMMANDS[name]) for name in self.list_commands(ctx)])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -155,9 +147,7 @@ def _report(exc: Exception, *, as_json: bool) -> int:
 
 
 def _as_json(code: str, message: str, exit_code: int) -> int:
-    """What a program reads instead of a result: one object on stdout, as every result is."""
-    from tinkex.cli.output import print_json
-
+    """Print a failure for a program: one object on stdout, as every result is."""
     print_json({"error": {"code": code, "message": message}})
     return exit_code
 
@@ -173,7 +163,10 @@ def _set_up_logging() -> None:
 
 
 class _Plain(logging.Formatter):
-    """A server that starts here, or a wait, is news, not a warning, to who typed the command."""
+    """Log lines; without level and logger where they are news to whoever typed the command.
+
+    A server that starts here, or a wait, is no warning.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         if record.name in ("tinkex.local", "tinkex.futures"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -13,29 +13,16 @@ from tinkex.cli.completions import complete_checkpoint, complete_model
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def limit_option(default: int) -> Callable[[F], F]:
-    """`--limit N`, where 0 means all."""
-    return click.option(
-        "--limit",
-        type=click.IntRange(min=0),
-        default=default,
-        show_default=True,
-        help="Most rows to show; 0 shows all.",
-    )
-
-
-def offset_option() -> Callable[[F], F]:
-    return click.option(
-        "--offset",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        help="Rows to skip first.",
-    )
+def paging_options(command: F) -> F:
+    """`--limit N`, where 0 means all, and `--offset N`."""
+    number: Any = {"type": click.IntRange(min=0), "show_default": True}
+    command = click.option("--offset", default=0, help="Rows to skip first.", **number)(command)
+    text = "Most rows to show; 0 shows all."
+    return click.option("--limit", default=20, help=text, **number)(command)
 
 
 def check_tinker_path(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """A click callback: every given path must be a tinker:// one."""
+    """Refuse paths that are not tinker:// ones (a click callback)."""
     for path in value if isinstance(value, tuple) else (value,):
         if path is not None and not path.startswith("tinker://"):
             raise click.BadParameter(
@@ -45,7 +32,7 @@ def check_tinker_path(ctx: click.Context, param: click.Parameter, value: Any) ->
 
 
 def check_run_or_path(ctx: click.Context, param: click.Parameter, value: str) -> Any:
-    """A click callback: a run's name or folder stands for its checkpoint."""
+    """Turn a run's name or folder into its checkpoint (a click callback)."""
     path = named(value) or ""
     if not path.startswith("tinker://"):
         raise click.BadParameter(
@@ -63,25 +50,17 @@ run_or_path_argument = click.argument(
 )
 
 
-if TYPE_CHECKING:
-    _Moment = click.ParamType[datetime]
-else:  # Generic only since click 8.4.
-    _Moment = click.ParamType
-
-
-class IsoMoment(_Moment):
-    """An ISO date or time; without a zone it is UTC."""
-
-    name = "ISO"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> datetime:
-        try:
-            moment = datetime.fromisoformat(value)
-        except ValueError:
-            self.fail(f"'{value}' is not an ISO date such as 2026-11-15 or 2026-11-15T08:00Z.")
-        return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+def read_iso_time(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    """Read an ISO date or time; without a zone it is UTC (a click callback)."""
+    if value is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(value)
+    except ValueError:
+        raise click.BadParameter(
+            f"'{value}' is not an ISO date such as 2026-11-15 or 2026-11-15T08:00Z."
+        ) from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def known_runs() -> str:

@@ -8,7 +8,7 @@ something into the prompt.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import click
 from click.shell_completion import CompletionItem
@@ -20,17 +20,14 @@ def complete_run(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Names of runs, else files and folders."""
-    found = [CompletionItem(name, help=text) for name, text in _runs() if _fits(name, incomplete)]
-    return found or [CompletionItem(incomplete, type="dir")]
+    return _items(_runs(), incomplete) or [CompletionItem(incomplete, type="dir")]
 
 
 def complete_checkpoint(
     ctx: click.Context, param: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Checkpoints of the server."""
-    return [
-        CompletionItem(path, help=text) for path, text in _checkpoints() if _fits(path, incomplete)
-    ]
+    return _items(_checkpoints(), incomplete)
 
 
 def complete_model(
@@ -38,14 +35,14 @@ def complete_model(
 ) -> list[CompletionItem]:
     """Runs by name, base models of this machine, checkpoints, folders."""
     if incomplete.startswith("tinker:"):
-        return complete_checkpoint(ctx, param, incomplete)
-    found = [*_runs(), *_models()]
-    items = [CompletionItem(name, help=text) for name, text in found if _fits(name, incomplete)]
+        return _items(_checkpoints(), incomplete)
+    items = _items((*_runs(), *_models()), incomplete)
     return items or [CompletionItem(incomplete, type="dir")]
 
 
-def _fits(name: str, incomplete: str) -> bool:
-    return name.startswith(incomplete)
+def _items(names: Iterable[tuple[str, str]], incomplete: str) -> list[CompletionItem]:
+    """The names that go on from what was typed, each with its explanation."""
+    return [CompletionItem(name, help=text) for name, text in names if name.startswith(incomplete)]
 
 
 def _runs() -> Iterator[tuple[str, str]]:
@@ -67,7 +64,7 @@ def _models() -> Iterator[tuple[str, str]]:
 
 
 def _checkpoints() -> Iterator[tuple[str, str]]:
-    """The newest; those of this machine are read from its files, as TAB must start no server."""
+    """The newest checkpoints; a private server's are read from its files: TAB starts no server."""
     with contextlib.suppress(Exception):
         from tinkex.cli.state import State
         from tinkex.client.config import LOCAL
@@ -80,5 +77,5 @@ def _checkpoints() -> Iterator[tuple[str, str]]:
             yield from checkpoint_paths(data_folder(), limit=100)
             return
         with state.rest() as rest:
-            for one in rest.list_user_checkpoints(limit=100).result().checkpoints:
-                yield one.tinker_path, one.checkpoint_type
+            for checkpoint in rest.list_user_checkpoints(limit=100).result().checkpoints:
+                yield checkpoint.tinker_path, checkpoint.checkpoint_type

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from tinkex.cli.state import State
+from tinkex.client.service import downloads
 from tinkex.client.service.downloads import download_checkpoint, folder_name, progress_bar
 
 __all__ = ["check_room", "fetch_folder", "folder_name", "keep_adapter_only", "push_to_hub", "put"]
@@ -36,40 +37,27 @@ def check_room(target: Path, *, force: bool) -> None:
         raise click.ClickException(f"{target} exists. Name another, or give --force.")
 
 
-def put(made: Path, target: Path) -> None:
-    """Move what was made aside to where it belongs, replacing what is there only now."""
+def put(source: Path, target: Path) -> None:
+    """Move a finished folder or file to its target, replacing what is there only now."""
     if target.is_dir():
         shutil.rmtree(target)
-    made.replace(target)
+    source.replace(target)
 
 
 def push_to_hub(
     state: State,
     path: str,
+    repo_id: str,
     *,
-    repo: str | None,
-    public: bool,
-    revision: str | None,
     allow_pattern: tuple[str, ...],
     ignore_pattern: tuple[str, ...],
-    no_model_card: bool,
     **options: Any,
-) -> tuple[str, str | None]:
-    """Download a checkpoint and push it; gives the repository and the revision."""
-    from tinkex.client.service import downloads
-
-    repo_id = repo or folder_name(path)
+) -> None:
+    """Download a checkpoint and push it; the options are those of the client's `push_to_hub`."""
+    # Without a pattern every file goes; an empty list would let none through.
+    options["allow_patterns"] = list(allow_pattern) or None
+    options["ignore_patterns"] = list(ignore_pattern) or None
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "adapter"
         fetch_folder(state, path, folder)
-        downloads.push_to_hub(
-            folder,
-            repo_id,
-            public=public,
-            revision=revision,
-            allow_patterns=list(allow_pattern) or None,
-            ignore_patterns=list(ignore_pattern) or None,
-            model_card=not no_model_card,
-            **options,
-        )
-    return repo_id, revision
+        downloads.push_to_hub(folder, repo_id, **options)

@@ -40,6 +40,7 @@ _REQUEST = re.compile(r"^Error code: \d+ on [A-Z]+ \S+ - ")
 
 
 def words(exc: Exception) -> str:
+    """The sentence that `tinkex` prints for an exception."""
     if isinstance(exc, ModuleNotFoundError) and (root := (exc.name or "").split(".")[0]):
         if extra := _EXTRA_OF.get(root):
             return f"this command needs {root}. Install it with: {how_to_install(extra)}"
@@ -68,7 +69,7 @@ def program() -> str:
 
 
 def _answer(exc: APIStatusError) -> str:
-    """What the server said, without the request it said it to."""
+    """The server's words, without the request they answer."""
     detail = exc.body.get("detail") if isinstance(exc.body, dict) else None
     text = detail if isinstance(detail, str) and detail else _REQUEST.sub("", str(exc))
     for route, command in _COMMAND_OF.items():

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from tinkex.cli.listing import Listing
 from tinkex.cli.output import Table, print_json, print_table
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class State:
         """Print a result on stdout: `shown` for people, `data` for programs.
 
         A function makes what people see only where they do, or prints it by itself.
+        `show_items` does the same for a declared listing.
         """
         if self.format == "json":
             print_json(data)
@@ -38,6 +40,12 @@ class State:
             click.echo(shown)
         elif (table := shown() if callable(shown) else shown) is not None:
             print_table(table)
+
+    def show_items(
+        self, listing: Listing, items: Sequence[Any], *, total: int | None = None, **data: Any
+    ) -> None:
+        """Print items of one kind; `data` are further fields of the JSON object."""
+        self.show(lambda: listing.table(items, total), {listing.key: items, **data})
 
     def note(self, text: str) -> None:
         """Say something that is not the result."""
@@ -82,10 +90,13 @@ class State:
         from tinkex.client.config import ClientConfig
 
         settings: dict[str, Any] = {} if patient else {"retry_window_s": 3.0, "max_retries": 2}
-        given = {
-            k: v for k, v in settings.items() if f"TINKEX_CLIENT_{k.upper()}" not in os.environ
+        # What the user has set in the environment stands above our haste.
+        free = {
+            name: value
+            for name, value in settings.items()
+            if f"TINKEX_CLIENT_{name.upper()}" not in os.environ
         }
-        return ClientConfig.from_env(base_url=self.base_url, **given)
+        return ClientConfig.from_env(base_url=self.base_url, **free)
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:

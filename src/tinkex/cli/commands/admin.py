@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from tinkex.cli.listing import Listing
 from tinkex.cli.output import Table, plain, properties, size
 from tinkex.cli.state import Noun, State, pass_state
 
 if TYPE_CHECKING:
     from tinkex.server.files.backup import Found
-    from tinkex.types.account.administration import AdminUsage
+    from tinkex.types.account.administration import AdminUsage, AdminUser
 
 _FOLDER = click.Path(path_type=Path)
 
@@ -36,8 +37,8 @@ def backup(state: State, /, data_dir: Path | None, output: Path) -> None:
     """Copy database, checkpoints, state and secrets into one tar; the server may run."""
     from tinkex.server.files import backup as files
 
-    found = files.backup(_data_dir(data_dir), output)
-    _show(state, found, {"Backup": str(output), "Bytes": output.stat().st_size})
+    checked = files.backup(_data_dir(data_dir), output)
+    _show(state, checked, {"Backup": str(output), "Bytes": output.stat().st_size})
 
 
 @admin.command()
@@ -80,6 +81,26 @@ _user = click.option("--user", required=True, help="Who it is about.")
 _reason = click.option("--reason", default="", help="Told to the user, and kept in the audit log.")
 
 
+def _standing(user: AdminUser) -> str:
+    return "disabled" if user.disabled_at else "admin" if user.is_admin else "active"
+
+
+_USERS = Listing(
+    "users",
+    "Users",
+    {
+        "User": "user_id",
+        "State": _standing,
+        "Keys": "num_keys",
+        "Sessions": "num_sessions",
+        "Models": "num_models",
+        "Disk": lambda user: size(user.disk_bytes),
+        "Queued": "num_queued",
+        "Running": "num_running",
+    },
+)
+
+
 @admin.command()
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, help="Most users to show.")
 @click.option("--offset", type=click.IntRange(0), default=0, help="Users to leave out first.")
@@ -87,23 +108,9 @@ _reason = click.option("--reason", default="", help="Told to the user, and kept 
 def users(state: State, /, limit: int, offset: int) -> None:
     """List users, what they hold and what they have under way. Needs an admin key."""
     with state.admin() as client:
-        found = client.list_users(limit, offset).result()
-    columns = ("User", "State", "Keys", "Sessions", "Models", "Disk", "Queued", "Running")
-    rows = [
-        (
-            one.user_id,
-            "disabled" if one.disabled_at else "admin" if one.is_admin else "active",
-            one.num_keys,
-            one.num_sessions,
-            one.num_models,
-            size(one.disk_bytes),
-            one.num_queued,
-            one.num_running,
-        )
-        for one in found.users
-    ]
-    title = f"Users ({len(rows)} of {found.cursor.total_count})"
-    state.show(Table(title=title, columns=columns, rows=rows), plain(found, rfc3339=True))
+        answer = client.list_users(limit, offset).result()
+    title = f"Users ({len(answer.users)} of {answer.cursor.total_count})"
+    state.show(_USERS.table(answer.users, title=title), plain(answer, rfc3339=True))
 
 
 @admin.command()
@@ -114,15 +121,15 @@ def users(state: State, /, limit: int, offset: int) -> None:
 def usage(state: State, /, by: Literal["user", "key", "run"], hours: int, limit: int) -> None:
     """Tokens and device seconds of each user, key or run. Needs an admin key."""
     with state.admin() as client:
-        found = client.get_usage(by, hours, limit).result()
+        answer = client.get_usage(by, hours, limit).result()
     heads = {"user": ("User",), "key": ("Key", "Name", "User"), "run": ("Run", "User")}
     rows = [
-        (*_whose(by, one), *(_count(k, one.counts.get(k, 0.0)) for k in _USED))
-        for one in found.usage
+        (*_whose(by, usage), *(_count(kind, usage.counts.get(kind, 0.0)) for kind in _USED))
+        for usage in answer.usage
     ]
     title = f"Usage by {by}, last {hours} hours"
     table = Table(title=title, columns=(*heads[by], *_USED.values()), rows=rows)
-    state.show(table, plain(found, rfc3339=True))
+    state.show(table, plain(answer, rfc3339=True))
 
 
 _USED = {
@@ -138,10 +145,10 @@ def _count(kind: str, number: float) -> float:
     return round(number, 1) if kind == "device_seconds" else int(number)  # seconds, or tokens
 
 
-def _whose(by: str, one: AdminUsage) -> tuple[Any, ...]:
+def _whose(by: str, usage: AdminUsage) -> tuple[Any, ...]:
     if by == "key":
-        return one.key_id or "none", one.key_name or "", one.user_id
-    return (one.run_id or "base models", one.user_id) if by == "run" else (one.user_id,)
+        return usage.key_id or "none", usage.key_name or "", usage.user_id
+    return (usage.run_id or "base models", usage.user_id) if by == "run" else (usage.user_id,)
 
 
 @admin.command()
@@ -175,10 +182,10 @@ def stop(
     state: State, /, user: str | None, session: str | None, run: str | None, reason: str
 ) -> None:
     """End work of a user, a session or a run. Needs an admin key."""
-    given = {k: v for k, v in (("user", user), ("session", session), ("run", run)) if v}
-    if len(given) != 1:
+    named = [(k, v) for k, v in (("user", user), ("session", session), ("run", run)) if v]
+    if len(named) != 1:
         raise click.UsageError("Name one of --user, --session and --run.")
-    ((kind, name),) = given.items()
+    kind, name = named[0]
     with state.admin() as client:
         ends = {"user": client.stop_user, "session": client.stop_session, "run": client.stop_run}
         num_ended = ends[kind](name, reason).result().num_ended

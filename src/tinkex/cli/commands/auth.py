@@ -17,6 +17,7 @@ from tinkex.cli.address import detail_of, resolve_address, send
 from tinkex.cli.messages import words
 from tinkex.cli.output import print_json, properties
 from tinkex.cli.state import Noun, State, pass_state
+from tinkex.errors import TinkerError
 
 _CONSOLE = "https://tinker.thinkingmachines.ai/keys"
 
@@ -77,7 +78,6 @@ def logout(state: State) -> None:
 @pass_state
 def status(state: State) -> None:
     """Say whether there are credentials, and whether the server accepts them."""
-    from tinkex import TinkerError
     from tinkex import auth as credentials
 
     available = credentials.tinker_has_credentials()
@@ -94,8 +94,8 @@ def status(state: State) -> None:
         if reason:
             raise click.exceptions.Exit(1)
     else:
-        said = "yes" if available else "no (this server needs none)" if needless else "no"
-        click.echo(f"Credentials available: {said}")
+        answer = "yes" if available else "no (this server needs none)" if needless else "no"
+        click.echo(f"Credentials available: {answer}")
         click.echo(f"Tinker accessible: {'no' if reason else 'yes'}")
     if reason:
         raise click.ClickException(reason)
@@ -104,7 +104,6 @@ def status(state: State) -> None:
 
 
 def _is_local(state: State) -> bool:
-    from tinkex import TinkerError
     from tinkex.client.config import ClientConfig
 
     try:
@@ -132,7 +131,7 @@ def whoami(state: State) -> None:
 
 
 def _claims(state: State) -> dict[str, Any]:
-    """What the server says about our key: the claims of a token exchanged for it."""
+    """The claims of a token that the server gives for our key: user, organization, e-mail."""
     from tinkex.client.credentials import jwt_claims
 
     with resolve_address(state) as (base_url, key):
@@ -162,7 +161,7 @@ def _link(url: str) -> str:
 
 
 def _me(verb: str, base_url: str, key: str) -> dict[str, Any]:
-    """Ask the server about a key. Its own words (`detail`) are the error when it refuses."""
+    """Ask the server about a key, or revoke it. Its own words (`detail`) are the error."""
     answer = send(verb, base_url, "/api/v1/auth/apikey/me", key)
     if answer.is_error:
         raise click.ClickException(f"The server refused the key: {detail_of(answer)}")

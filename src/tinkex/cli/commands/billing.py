@@ -47,12 +47,12 @@ def usage(
     state.show(lambda: _table("Usage", rows), plain(answer, rfc3339=True))
 
 
-@billing.command("checkpoint-storage")
+@billing.command("checkpoint-storage", help="What is stored now, per owner.")
 @click.option("--project-id", help="Only this project.")
 @click.option("--csv", "csv_path", type=_CSV, help="Write the rows there; - is stdout.")
 @pass_state
 def checkpoint_storage(state: State, project_id: str | None, csv_path: str | None) -> None:
-    """What is stored now, per owner."""
+    """Stored checkpoints by owner."""
     with state.admin() as admin:
         answer = admin.get_current_checkpoint_storage_usage(project_id).result()
     rate = answer.effective_rate_usd_per_gigabyte_month

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.arguments import named
+from tinkex.cli.commands.pull import prepare
 from tinkex.cli.commands.sample import default_model
 from tinkex.cli.completions import complete_model
 from tinkex.cli.live_text import LiveText
+from tinkex.cli.messages import words
+from tinkex.cli.output import print_json
 from tinkex.cli.state import Leaf, State, pass_state
 from tinkex.errors import TinkerError
 
@@ -62,8 +65,6 @@ def chat(
     settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     chosen = named(model)
     if chosen and not chosen.startswith("tinker://"):
-        from tinkex.cli.commands.pull import prepare
-
         prepare(state, chosen)
     with state.service(model=chosen, name="chat") as service:
         talk = Talk(state, service, settings)
@@ -77,8 +78,6 @@ def chat(
             while text := sys.stdin.readline().strip():
                 talk.ask(text)
     if state.format == "json":
-        from tinkex.cli.output import print_json
-
         print_json({"messages": talk.messages})
 
 
@@ -87,7 +86,7 @@ def chat(
 
 @dataclass(frozen=True, slots=True)
 class Partner:
-    """Something that answers."""
+    """A model that answers: a base model or a checkpoint."""
 
     label: str
     base_model: str
@@ -99,6 +98,8 @@ class Partner:
 
 @dataclass(slots=True)
 class Talk:
+    """A conversation with one model, or with two side by side."""
+
     state: State
     service: ServiceClient
     settings: dict[str, Any]
@@ -119,9 +120,7 @@ class Talk:
         return Partner(label or chosen, base, path, sampler, Renderer(load_tokenizer(base)))
 
     def find(self, name: str) -> Partner:
-        """Who is called that: a base model, a run or a checkpoint."""
-        from tinkex.cli.commands.pull import prepare
-
+        """Open a base model, a run or a checkpoint by its name."""
         chosen = named(name) or name
         if chosen != self.partner.base_model:
             prepare(self.state, chosen)
@@ -136,8 +135,8 @@ class Talk:
             self._label(self.other, "yellow")
             self._answer(self.other)
             self._label(self.partner, "green")
-        said = self._answer(self.partner)
-        self.messages.append({"role": "assistant", "content": said})
+        answer = self._answer(self.partner)
+        self.messages.append({"role": "assistant", "content": answer})
 
     def take_back(self) -> None:
         """Forget a question that was not answered."""
@@ -197,8 +196,6 @@ def _at_terminal(talk: Talk) -> None:
                 talk.take_back()
                 click.echo(click.style("\n(stopped)", dim=True), err=True)
             except TinkerError as exc:
-                from tinkex.cli.messages import words
-
                 talk.take_back()
                 click.echo(click.style(f"Error: {words(exc)}", fg="red"), err=True)
 

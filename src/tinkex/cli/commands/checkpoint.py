@@ -6,20 +6,31 @@ Downloads and pushes are done by `tinkex.client.service.downloads`; this module 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from tinkex.cli.arguments import check_tinker_path, limit_option, offset_option, path_argument
+from tinkex.cli.arguments import check_tinker_path, paging_options, path_argument
 from tinkex.cli.commands.checkpoint_delete import delete
-from tinkex.cli.output import Table, print_json, properties, size, span
-from tinkex.cli.paging import collect, counted
+from tinkex.cli.listing import Listing, collect
+from tinkex.cli.output import print_json, properties, size, span
 from tinkex.cli.state import Noun, State, pass_state
 
-if TYPE_CHECKING:
-    from tinkex.types import Checkpoint
-
 _PAGE = 1000
+_CHECKPOINTS = Listing(
+    "checkpoints",
+    "Checkpoints",
+    {
+        "Checkpoint ID": "checkpoint_id",
+        "Type": "checkpoint_type",
+        "Size": lambda item: size(item.size_bytes),
+        "Public": "public",
+        "Created": "time",
+        "Expires": lambda item: item.expires_at or "Never",
+        "Path": "tinker_path",
+    },
+)
+_NAMES = Listing("names", "", {"Name": "name", "Path": "path"})
 
 
 @click.group(cls=Noun)
@@ -32,40 +43,21 @@ checkpoint.add_command(delete)
 
 @checkpoint.command("list")
 @click.option("--run-id", help="Only this run's checkpoints.")
-@limit_option(20)
-@offset_option()
+@paging_options
 @pass_state
 def list_(state: State, run_id: str | None, limit: int, offset: int) -> None:
     """List checkpoints, newest first."""
     total: int | None
     with state.rest() as rest:
         if run_id:
-            found = rest.list_checkpoints(run_id).result().checkpoints
-            rows, total = found[offset:][: limit or None], max(offset, len(found))
+            checkpoints = rest.list_checkpoints(run_id).result().checkpoints
+            rows, total = checkpoints[offset:][: limit or None], max(offset, len(checkpoints))
         else:
             rows, total = collect(
                 rest.list_user_checkpoints, "checkpoints", limit=limit, offset=offset, page=_PAGE
             )
-    state.show(
-        Table(
-            title=counted("Checkpoints", rows, total),
-            columns=("Checkpoint ID", "Type", "Size", "Public", "Created", "Expires", "Path"),
-            rows=[list(_pairs(item).values()) for item in rows],
-        ),
-        {**({"run_id": run_id} if run_id else {}), "checkpoints": rows},
-    )
-
-
-def _pairs(item: Checkpoint) -> dict[str, Any]:
-    return {
-        "Checkpoint ID": item.checkpoint_id,
-        "Type": item.checkpoint_type,
-        "Size": size(item.size_bytes),
-        "Public": item.public,
-        "Created": item.time,
-        "Expires": item.expires_at or "Never",
-        "Path": item.tinker_path,
-    }
+    run = {"run_id": run_id} if run_id else {}
+    state.show(_CHECKPOINTS.table(rows, total), {**run, "checkpoints": rows})
 
 
 @checkpoint.command()
@@ -77,26 +69,24 @@ def info(state: State, path: str) -> None:
 
     run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
     with state.rest() as rest:
-        found = [
-            c for c in rest.list_checkpoints(run_id).result().checkpoints if c.tinker_path == path
-        ]
-        if not found:
+        of_run = {
+            item.tinker_path: item for item in rest.list_checkpoints(run_id).result().checkpoints
+        }
+        if path not in of_run:
             raise click.ClickException(
                 f"No checkpoint {path}. See `tinkex checkpoint list --run-id {run_id}`."
             )
         weights = rest.get_weights_info_by_tinker_path(path).result()
+    item = of_run[path]
     extra = {"is_lora": weights.is_lora, "lora_rank": weights.lora_rank}
+    shown = {
+        **_CHECKPOINTS.cells(item),
+        "Base Model": weights.base_model,
+        "LoRA": f"Rank {weights.lora_rank}" if weights.lora_rank else weights.is_lora,
+        **{f"Metadata: {key}": value for key, value in (item.user_metadata or {}).items()},
+    }
     state.show(
-        lambda: properties(
-            f"Checkpoint {found[0].checkpoint_id}",
-            {
-                **_pairs(found[0]),
-                "Base Model": weights.base_model,
-                "LoRA": f"Rank {weights.lora_rank}" if weights.lora_rank else weights.is_lora,
-                **{f"Metadata: {k}": v for k, v in (found[0].user_metadata or {}).items()},
-            },
-        ),
-        {**found[0].model_dump(), **extra},
+        properties(f"Checkpoint {item.checkpoint_id}", shown), {**item.model_dump(), **extra}
     )
 
 
@@ -199,9 +189,7 @@ def unname(state: State, name: str) -> None:
 def names(state: State) -> None:
     """List the short names of your checkpoints."""
     with state.rest() as rest:
-        found = rest.list_checkpoint_names().result().names
-    rows = [(one.name, one.path) for one in found]
-    state.show(Table(columns=("Name", "Path"), rows=rows), {"names": found})
+        state.show_items(_NAMES, rest.list_checkpoint_names().result().names)
 
 
 def _done(state: State, words: str, **facts: Any) -> None:
@@ -244,11 +232,22 @@ def download(state: State, path: str, output: Path | None, force: bool) -> None:
 @click.option("--ignore-pattern", multiple=True, help="Leave out files like this; repeatable.")
 @click.option("--no-model-card", is_flag=True, help="Write no README.md.")
 @pass_state
-def push_hf(state: State, /, path: str, public: bool, **options: Any) -> None:
+def push_hf(
+    state: State,
+    /,
+    path: str,
+    repo: str | None,
+    public: bool,
+    revision: str | None,
+    no_model_card: bool,
+    **options: Any,
+) -> None:
     """Push a checkpoint to the Hugging Face hub as a PEFT adapter."""
-    from tinkex.cli.downloads import push_to_hub
+    from tinkex.cli.downloads import folder_name, push_to_hub
 
-    repo_id, revision = push_to_hub(state, path, public=public, **options)
+    repo_id = repo or folder_name(path)
+    options |= {"public": public, "revision": revision, "model_card": not no_model_card}
+    push_to_hub(state, path, repo_id, **options)
     state.show(
         properties(
             None,

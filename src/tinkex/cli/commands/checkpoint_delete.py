@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.arguments import IsoMoment, check_tinker_path
+from tinkex.cli.arguments import check_tinker_path, read_iso_time
 from tinkex.cli.completions import complete_checkpoint
 from tinkex.cli.messages import words
 from tinkex.cli.state import Leaf, State, pass_state
@@ -38,8 +38,8 @@ _TYPES = {
 @click.argument("paths", nargs=-1, callback=check_tinker_path, shell_complete=complete_checkpoint)
 @click.option("--run-id", help="Delete this run's checkpoints instead of named ones.")
 @click.option("--type", "kind", type=click.Choice(list(_TYPES)), help="Only this kind.")
-@click.option("--before", type=IsoMoment(), help="Only those made before.")
-@click.option("--after", type=IsoMoment(), help="Only those made after.")
+@click.option("--before", metavar="ISO", callback=read_iso_time, help="Only those made before.")
+@click.option("--after", metavar="ISO", callback=read_iso_time, help="Only those made after.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @pass_state
 def delete(

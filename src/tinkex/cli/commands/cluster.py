@@ -9,8 +9,22 @@ from typing import Any
 
 import click
 
-from tinkex.cli.output import Table
+from tinkex.cli.listing import Listing
 from tinkex.cli.state import Noun, State, pass_state
+
+_NODES = Listing(
+    "nodes",
+    "Nodes",
+    {
+        "Address": "address",
+        "Node": lambda node: node["node_id"][:8],
+        "GPUs": "num_gpus",
+        "CPUs": "num_cpus",
+        "Workers": "num_workers",
+        "Busy": "num_busy",
+        "Usable": "verdict",
+    },
+)
 
 
 @click.group(cls=Noun)
@@ -30,12 +44,12 @@ def status(state: State, /, address: str, models: tuple[str, ...]) -> None:
     joined = Cluster.connect(address)
     try:
         nodes, engines = joined.nodes(), joined.engines()
-        found, ours = joined.facts(nodes, models), node_facts.look(())
+        facts_of, ours = joined.facts(nodes, models), node_facts.look(())
     finally:
         joined.close()
     rows: list[dict[str, Any]] = []
     for node in nodes:
-        facts = found[node.node_id]
+        facts = facts_of[node.node_id]
         why = facts if isinstance(facts, str) else node_facts.objection(facts, ours)
         there = [engine for engine in engines if engine["node_id"] == node.node_id]
         rows.append(
@@ -49,11 +63,4 @@ def status(state: State, /, address: str, models: tuple[str, ...]) -> None:
                 "verdict": why or "ok",
             }
         )
-    body: dict[str, Any] = {"nodes": rows, "workers": engines}
-    names = ("num_gpus", "num_cpus", "num_workers", "num_busy", "verdict")
-    table = Table(
-        title=f"Nodes ({len(rows)})",
-        columns=("Address", "Node", "GPUs", "CPUs", "Workers", "Busy", "Usable"),
-        rows=[(row["address"], row["node_id"][:8], *(row[name] for name in names)) for row in rows],
-    )
-    state.show(table, body)
+    state.show_items(_NODES, rows, workers=engines)

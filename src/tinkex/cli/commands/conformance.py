@@ -7,9 +7,23 @@ from dataclasses import asdict
 
 import click
 
-from tinkex.cli.output import Table
+from tinkex.cli.address import resolve_address
+from tinkex.cli.listing import Listing
 from tinkex.cli.progress import waiting
 from tinkex.cli.state import Leaf, State, pass_state
+
+_CHECKS = Listing(
+    "checks",
+    "",
+    {
+        "Section": "section",
+        "Claim": "claim",
+        "Status": "status",
+        "Expected": "expected",
+        "Got": "got",
+    },
+    {"pass": "green", "fail": "red", "unsupported": "yellow"},
+)
 
 
 @click.command(cls=Leaf)
@@ -22,7 +36,6 @@ def conformance(state: State, model: str | None, only: str, timeout: float) -> N
 
     It trains and samples a little; on a hosted server that costs a little.
     """
-    from tinkex.cli.address import resolve_address
     from tinkex.conformance import run_suite
     from tinkex.conformance.probe import Probe
 
@@ -40,21 +53,14 @@ def conformance(state: State, model: str | None, only: str, timeout: float) -> N
         raise click.UsageError(f"No check contains '{only}'.")
     counts = Counter(outcome.status for outcome in outcomes)
     summary = ", ".join(f"{counts[status]} {status}" for status in ("pass", "fail", "unsupported"))
-    state.show(
-        Table(
-            title=f"Contract: {summary}",
-            columns=("Section", "Claim", "Status", "Expected", "Got"),
-            rows=[(o.section, o.claim, o.status, o.expected, o.got) for o in outcomes],
-            styles={"pass": "green", "fail": "red", "unsupported": "yellow"},
-        ),
-        {"counts": dict(counts), "checks": [asdict(outcome) for outcome in outcomes]},
-    )
+    data = {"counts": dict(counts), "checks": [asdict(outcome) for outcome in outcomes]}
+    state.show(_CHECKS.table(outcomes, title=f"Contract: {summary}"), data)
     if counts["fail"]:
         raise click.exceptions.Exit(1)
 
 
 def _check_reachable(base_url: str) -> None:
-    """Sixty failed checks would say less than this one line."""
+    """Refuse a server that does not answer: sixty failed checks would say less than one line."""
     import httpx
 
     from tinkex.wire.loopback import DIRECT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import webbrowser
 from pathlib import Path
 from urllib.parse import quote
 
@@ -37,8 +38,6 @@ def console(state: State, log_dir: Path | None, port: int, no_browser: bool) -> 
         click.echo(_link(base_url, key))
         if no_browser:
             return
-        import webbrowser
-
         webbrowser.open(_link(base_url, key))
         state.note("Press Ctrl-C to end.")
         with contextlib.suppress(KeyboardInterrupt):
@@ -57,8 +56,6 @@ def _show_folders(state: State, log_dir: Path, port: int, no_browser: bool) -> N
     click.echo(local.link)
     state.note("Press Ctrl-C to end.")
     if not no_browser:
-        import webbrowser
-
         webbrowser.open(local.link)
     local.run()
 

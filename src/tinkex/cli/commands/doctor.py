@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from tinkex import __version__
-from tinkex.cli.output import Table, size
+from tinkex.cli.listing import Listing
+from tinkex.cli.output import size
 from tinkex.cli.progress import waiting
 from tinkex.cli.state import Leaf, State, pass_state
 from tinkex.errors import TinkerError, how_to_install
@@ -37,11 +38,21 @@ _NEEDED_BYTES = 5 * 1024**3
 _PROMPT = "The quick brown fox jumps over the lazy dog. Once upon a time there was a"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
+    """A line of the report."""
+
     check: str
     verdict: Verdict
     detail: str
+
+
+_FINDINGS = Listing(
+    "findings",
+    "",
+    {"Check": "check", "Verdict": "verdict", "Detail": "detail"},
+    {"ok": "green", "warn": "yellow", "fail": "red"},
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,34 +110,28 @@ def doctor(
     if not folders or models:
         findings += _served(state, models, no_models, tokens)
     healthy = all(finding.verdict != "fail" for finding in findings)
-    state.show(
-        Table(
-            columns=("Check", "Verdict", "Detail"),
-            rows=[(f.check, f.verdict, f.detail) for f in findings],
-            styles={"ok": "green", "warn": "yellow", "fail": "red"},
-        ),
-        {"ok": healthy, "findings": [asdict(finding) for finding in findings]},
-    )
+    data = {"ok": healthy, "findings": [asdict(finding) for finding in findings]}
+    state.show(_FINDINGS.table(findings), data)
     if not healthy:
         raise click.exceptions.Exit(1)
 
 
 def _survey(folder: str, length: int) -> Iterator[Finding]:
-    """What a server would make of a folder, without loading it."""
+    """Say what a server would make of a folder, without loading it."""
     try:
         from tinkex.engine.model.base_model import resolve
         from tinkex.engine.torch.survey import survey
     except ImportError:
-        yield Finding(check=folder, verdict="warn", detail="unknown without torch")
+        yield Finding(folder, "warn", "unknown without torch")
         return
     try:
         source = resolve(folder, allow_fetch=False)
     except TinkerError as exc:
-        yield Finding(check=folder, verdict="fail", detail=str(exc))
+        yield Finding(folder, "fail", str(exc))
         return
     for remark in survey(source, length=length):
         verdict: Verdict = "ok" if remark.ok else "fail"
-        yield Finding(check=f"{remark.what} {folder}", verdict=verdict, detail=remark.says)
+        yield Finding(f"{remark.what} {folder}", verdict, remark.says)
 
 
 def _served(state: State, models: tuple[str, ...], no_models: bool, tokens: int) -> list[Finding]:
@@ -142,7 +147,7 @@ def _served(state: State, models: tuple[str, ...], no_models: bool, tokens: int)
                 with waiting(f"Comparing sampler and trainer of {name}"):
                     findings.append(_compare(service, name, tokens))
     except TinkerError as exc:
-        findings.append(Finding(check="server", verdict="fail", detail=str(exc)))
+        findings.append(Finding("server", "fail", str(exc)))
     return findings
 
 
@@ -150,16 +155,12 @@ def _served(state: State, models: tuple[str, ...], no_models: bool, tokens: int)
 
 
 def machine() -> Iterator[Finding]:
-    yield Finding(check="tinkex", verdict="ok", detail=__version__)
+    yield Finding("tinkex", "ok", __version__)
     version = platform.python_version()
     good = sys.version_info >= (3, 11)
     detail = f"{version} on {platform.system()} {platform.machine()}"
-    yield Finding(
-        check="python",
-        verdict="ok" if good else "fail",
-        detail=detail + ("" if good else ": 3.11+"),
-    )
-    yield Finding(check="cpu", verdict="ok", detail=f"{os.cpu_count()} cores, {_memory()}")
+    yield Finding("python", "ok" if good else "fail", detail + ("" if good else ": 3.11+"))
+    yield Finding("cpu", "ok", f"{os.cpu_count()} cores, {_memory()}")
     for package in _PACKAGES:
         yield _package(package)
     yield _gpu()
@@ -168,12 +169,10 @@ def machine() -> Iterator[Finding]:
 
 def _package(name: str) -> Finding:
     try:
-        return Finding(check=name, verdict="ok", detail=metadata.version(name))
+        return Finding(name, "ok", metadata.version(name))
     except metadata.PackageNotFoundError:
         return Finding(
-            check=name,
-            verdict="warn",
-            detail=f"not installed; a local server needs it: {how_to_install('local')}",
+            name, "warn", f"not installed; a local server needs it: {how_to_install('local')}"
         )
 
 
@@ -181,15 +180,15 @@ def _gpu() -> Finding:
     try:
         import torch
     except ImportError:
-        return Finding(check="gpu", verdict="warn", detail="unknown without torch")
+        return Finding("gpu", "warn", "unknown without torch")
     if not torch.cuda.is_available():
-        return Finding(check="gpu", verdict="ok", detail="none; training runs on the CPU")
+        return Finding("gpu", "ok", "none; training runs on the CPU")
     names = [
         f"{torch.cuda.get_device_name(i)} "
         f"({size(torch.cuda.get_device_properties(i).total_memory)})"
         for i in range(torch.cuda.device_count())
     ]
-    return Finding(check="gpu", verdict="ok", detail=", ".join(names))
+    return Finding("gpu", "ok", ", ".join(names))
 
 
 def _disk() -> Finding:
@@ -197,9 +196,9 @@ def _disk() -> Finding:
     free = shutil.disk_usage(home if home.exists() else Path.home()).free
     enough = free >= _NEEDED_BYTES
     return Finding(
-        check="disk",
-        verdict="ok" if enough else "warn",
-        detail=f"{size(free)} free for models and checkpoints"
+        "disk",
+        "ok" if enough else "warn",
+        f"{size(free)} free for models and checkpoints"
         + ("" if enough else f"; {size(_NEEDED_BYTES)} are wise"),
     )
 
@@ -217,12 +216,12 @@ def _memory() -> str:
 
 def _reached(models: Sequence[str], seconds: float) -> Finding:
     detail = f"answers in {seconds:.1f} s; models: {', '.join(models) or 'none'}"
-    return Finding(check="server", verdict="ok" if models else "fail", detail=detail)
+    return Finding("server", "ok" if models else "fail", detail)
 
 
 def _weights(model: SupportedModel) -> Finding:
     verdict: Verdict = "warn" if model.stands_in else "ok"
-    return Finding(check=f"weights {model.model_name}", verdict=verdict, detail=str(model.note))
+    return Finding(f"weights {model.model_name}", verdict, str(model.note))
 
 
 def _comparable(service: ServiceClient) -> list[str]:
@@ -237,8 +236,8 @@ def _compare(service: ServiceClient, model: str, num_tokens: int) -> Finding:
     try:
         gap = logprob_gap(service, model, num_tokens)
     except TinkerError as exc:
-        return Finding(check=f"logprobs {model}", verdict="fail", detail=str(exc))
-    return Finding(check=f"logprobs {model}", verdict=gap.verdict, detail=str(gap))
+        return Finding(f"logprobs {model}", "fail", str(exc))
+    return Finding(f"logprobs {model}", gap.verdict, str(gap))
 
 
 def logprob_gap(service: ServiceClient, model: str, num_tokens: int = 64) -> ScoreGap:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tinkex.cli.output import Table, properties
+from tinkex.cli.listing import Listing
+from tinkex.cli.output import properties
 from tinkex.cli.state import Noun, State, pass_state
 
 if TYPE_CHECKING:
@@ -24,13 +25,27 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+_KEYS = Listing(
+    "keys",
+    "Keys",
+    {
+        "ID": "key_id",
+        "User": "user",
+        "Name": "name",
+        "Role": "role",
+        "Created": "created_at",
+        "State": "state",
+    },
+)
+
+
 @click.group(cls=Noun)
 def keys() -> None:
     """Add, list and revoke the keys of your own server."""
 
 
 def _where(command: F) -> F:
-    """The options that say which server is meant; the same settings as those of `serve`."""
+    """Add the options that name a server; they are settings of `serve`, too."""
     path = click.Path(path_type=Path)
     for option in (
         click.option("--config", "file", type=path, help="TOML file of the server."),
@@ -74,17 +89,15 @@ def add(
     with _store(where, make=True) as store:
         is_first = not store.accounts.active_keys()
         store.accounts.ensure_user(user)
-        made = store.accounts.add_key(
+        added = store.accounts.add_key(
             key, user, name=name, role=role or "user", requests_per_minute=requests_per_minute
         )
-        details = {"by": "tinkex keys", "key_id": made.key_id, "name": made.name}
-        store.audit.record(user, "key_added", details | {"role": made.role})
+        details = {"by": "tinkex keys", "key_id": added.key_id, "name": added.name}
+        store.audit.record(user, "key_added", details | {"role": added.role})
     if is_first:
         state.note("This is the first key: callers without one are refused from now on.")
-    state.show(
-        properties(None, {"Key": key, "ID": made.key_id, "User": user, **_shown(made)}),
-        {"key": key, **_plain(made)},
-    )
+    shown = {"Key": key, "ID": added.key_id, "User": user, "Name": added.name, "Role": added.role}
+    state.show(properties(None, shown), {"key": key, **_plain(added)})
 
 
 @keys.command("list")
@@ -95,18 +108,12 @@ def add(
 def list_(state: State, /, user: str | None, revoked: bool, **where: Any) -> None:
     """List keys by number, oldest first; the keys themselves are not stored."""
     with _store(where) as store:
-        found = [
-            key
+        listed = [
+            _plain(key)
             for key in store.accounts.all_keys()
             if user in (None, key.user_id) and (revoked or key.revoked_at is None)
         ]
-    rows = [
-        (key.key_id, key.user_id, *_shown(key).values(), _time(key.created_at), _state(key))
-        for key in found
-    ]
-    columns = ("ID", "User", "Name", "Role", "Created", "State")
-    table = Table(title=f"Keys ({len(rows)})", columns=columns, rows=rows)
-    state.show(table, {"keys": [_plain(key) for key in found]})
+    state.show_items(_KEYS, listed)
 
 
 @keys.command()
@@ -118,21 +125,21 @@ def revoke(state: State, /, key_id: int, **where: Any) -> None:
     from tinkex.server.guard.auth import is_configured
 
     with _store(where) as store:
-        found = store.accounts.get_key(key_id)
-        if found is None:
+        key = store.accounts.get_key(key_id)
+        if key is None:
             raise click.ClickException(f"No key has the number {key_id}. See `tinkex keys list`.")
-        if found.revoked_at is not None:
+        if key.revoked_at is not None:
             raise click.ClickException(
                 f"Key {key_id} is revoked already. See `tinkex keys list --all`."
             )
-        if is_configured(found):
+        if is_configured(key):
             raise click.ClickException(
                 f"Key {key_id} stands in the server's configuration and would be back after a "
                 "restart. Remove it there and restart."
             )
         store.accounts.revoke_key(key_id)
-        details = {"by": "tinkex keys", "key_id": key_id, "name": found.name}
-        store.audit.record(found.user_id, "key_revoked", details)
+        details = {"by": "tinkex keys", "key_id": key_id, "name": key.name}
+        store.audit.record(key.user_id, "key_revoked", details)
         after = store.accounts.get_key(key_id)
         assert after is not None
         is_last = not store.accounts.active_keys()
@@ -164,10 +171,6 @@ def _store(where: dict[str, Any], *, make: bool = False) -> Iterator[Store]:
         yield store
     finally:
         store.close()
-
-
-def _shown(key: ApiKey) -> dict[str, Any]:
-    return {"Name": key.name, "Role": key.role}
 
 
 def _plain(key: ApiKey) -> dict[str, Any]:

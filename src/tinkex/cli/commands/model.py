@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import click
 
-from tinkex.cli.output import Table
+from tinkex.cli.listing import Listing
 from tinkex.cli.state import Noun, State, pass_state
 
+_MODELS = Listing(
+    "models",
+    "Models",
+    {
+        "Model": "model_name",
+        "Max Context": "max_context_length",
+        "Trainable": "trainable",
+        "Sampleable": "sampleable",
+    },
+)
+_FAMILIES = Listing("families", "", {"Type": "type", "Such as": "such_as", "Runs": "runs"})
 
-@click.group(cls=Noun)
+
+@click.group(cls=Noun, help="What the server can train and sample.")
 def model() -> None:
-    """What the server can train and sample."""
+    """Models of the server."""
 
 
 @model.command("list")
@@ -20,21 +32,14 @@ def list_(state: State, substring: str) -> None:
     """List the server's models, or those whose name contains SUBSTRING (any case)."""
     with state.service(patient=False) as service:
         models = list(service.get_server_capabilities().supported_models)
-    found = [m for m in models if substring.lower() in (m.model_name or "").lower()]
-    if substring and not found:
+    matching = [m for m in models if substring.lower() in (m.model_name or "").lower()]
+    if substring and not matching:
         names = ", ".join(sorted(m.model_name or "?" for m in models)) or "no model at all"
         raise click.ClickException(f"No model matches '{substring}'; this server has: {names}.")
-    for m in found:
+    for m in matching:
         if m.note and m.stands_in:
             state.note(m.note)
-    state.show(
-        Table(
-            title=f"Models ({len(found)})",
-            columns=("Model", "Max Context", "Trainable", "Sampleable"),
-            rows=[(m.model_name, m.max_context_length, m.trainable, m.sampleable) for m in found],
-        ),
-        {"models": found},
-    )
+    state.show_items(_MODELS, matching)
 
 
 _OTHERS = (
@@ -51,8 +56,5 @@ def families(state: State) -> None:
     from tinkex.engine.model.families import FAMILIES
 
     rows = [(family.arch, family.says, "natively") for family in FAMILIES.values()]
-    rows += _OTHERS
-    state.show(
-        Table(title="Model families", columns=("Type", "Such as", "Runs"), rows=rows),
-        {"families": [{"type": a, "such_as": b, "runs": c} for a, b, c in rows]},
-    )
+    items = [dict(zip(("type", "such_as", "runs"), row, strict=True)) for row in (*rows, *_OTHERS)]
+    state.show(_FAMILIES.table(items, title="Model families"), {"families": items})

@@ -14,6 +14,7 @@ import click
 
 from tinkex.cli.completions import complete_run
 from tinkex.cli.state import Leaf, State, pass_state
+from tinkex.runs import json_lines
 
 
 @click.command(cls=Leaf)
@@ -37,52 +38,51 @@ def rollouts(
 ) -> None:
     """Show the answers that were sampled in training. RUN is the run's name or its log folder."""
     from tinkex.recipes.rollouts import FILE_NAME
-    from tinkex.runs import json_lines
     from tinkex.runs.names import find
 
     if best and worst:
         raise click.UsageError("--best and --worst exclude each other.")
-    found_run = find(str(run))
-    file = (found_run.folder if found_run else run) / FILE_NAME
+    known_run = find(str(run))
+    file = (known_run.folder if known_run else run) / FILE_NAME
     if not file.is_file():
-        if found_run is None:
+        if known_run is None:
             raise click.ClickException(f"'{run}' is neither the name nor the folder of a run.")
         raise click.ClickException(
-            f"The run in {found_run.folder} kept no answers: it has no {FILE_NAME}. DPO writes "
+            f"The run in {known_run.folder} kept no answers: it has no {FILE_NAME}. DPO writes "
             "none, SFT none with --samples 0."
         )
     if step is not None and step < 0:
-        step += 1 + max((int(one["step"]) for one in json_lines.read(file)), default=0)
-    found: Iterator[dict[str, Any]] = (
-        one
-        for one in json_lines.read(file)
-        if (step is None or one["step"] == step) and contains in one["text"]
+        step += 1 + max((int(answer["step"]) for answer in json_lines.read(file)), default=0)
+    answers: Iterator[dict[str, Any]] = (
+        answer
+        for answer in json_lines.read(file)
+        if (step is None or answer["step"] == step) and contains in answer["text"]
     )
     if best or worst:
-        rewarded = [one for one in found if one.get("reward") is not None]
-        found = iter(sorted(rewarded, key=lambda one: float(one["reward"]), reverse=best))
-    shown = list(itertools.islice(found, limit))
+        rewarded = [answer for answer in answers if answer.get("reward") is not None]
+        answers = iter(sorted(rewarded, key=lambda answer: float(answer["reward"]), reverse=best))
+    shown = list(itertools.islice(answers, limit))
 
     def print_answers() -> None:
-        for one in shown:
-            _show(one)
+        for answer in shown:
+            _show(answer)
         if not shown:
             state.note("No such answers.")
 
     state.show(print_answers, shown)
 
 
-def _show(one: dict[str, Any]) -> None:
-    reward, advantage = one.get("reward"), one.get("advantage")
-    head = f"step {one['step']}  group {one['group']}  {len(one['tokens'])} tokens"
+def _show(answer: dict[str, Any]) -> None:
+    reward, advantage = answer.get("reward"), answer.get("advantage")
+    head = f"step {answer['step']}  group {answer['group']}  {len(answer['tokens'])} tokens"
     if reward is not None:
         head += f"  reward {reward:.3g}"
     if advantage is not None:
         head += f"  advantage {advantage:+.3g}"
     colour = "green" if (advantage or 0) > 0 else "red" if (advantage or 0) < 0 else None
     click.echo(click.style(head, bold=True, fg=colour))
-    click.echo(f"  prompt  {_indented(_question(one['prompt']))}")
-    click.echo(f"  answer  {_indented(one['text'])}\n")
+    click.echo(f"  prompt  {_indented(_question(answer['prompt']))}")
+    click.echo(f"  answer  {_indented(answer['text'])}\n")
 
 
 def _question(prompt: str) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.arguments import limit_option, offset_option
+from tinkex.cli.arguments import paging_options
 from tinkex.cli.commands.rollouts import rollouts
+from tinkex.cli.listing import Listing, collect
 from tinkex.cli.output import MISSING, Table, ago, properties, size
-from tinkex.cli.paging import collect, counted
 from tinkex.cli.state import Noun, State, pass_state
 
 if TYPE_CHECKING:
@@ -17,24 +18,53 @@ if TYPE_CHECKING:
 
 _PAGE = 100
 _STYLES = {"OK": "green", "Failed": "red", "lost": "red", "running": "green"}
-_TITLES = {
-    "name": "Name",
-    "state": "State",
-    "steps": "Steps",
-    "result": "Result",
-    "loss": "Loss",
-    "reward": "Reward",
-    "id": "Run ID",
-    "model": "Base Model",
-    "owner": "Owner",
-    "lora": "LoRA",
-    "updated": "Last Update",
-    "status": "Status",
-    "checkpoint": "Last Checkpoint",
-    "checkpoint_time": "Checkpoint Time",
+
+
+def _result(run: TrainingRun) -> str:
+    """The reward of a run, else its loss: the loss of RL is near zero whatever happens."""
+    for name, value in (("reward", run.reward), ("loss", run.loss)):
+        if value is not None:
+            return f"{name} {value:.3g}"
+    return ""
+
+
+def _lora(run: TrainingRun) -> Any:
+    return f"Rank {run.lora_rank}" if run.is_lora and run.lora_rank else run.is_lora
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+# Name in --columns -> title, and how it is read from a run.
+_COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], Any]]] = {
+    "name": ("Name", lambda run: run.name or ""),
+    "state": ("State", lambda run: run.state or ("lost" if run.corrupted else "")),
+    "steps": ("Steps", lambda run: "" if run.num_steps is None else run.num_steps),
+    "result": ("Result", _result),
+    "loss": ("Loss", lambda run: _figure(run.loss)),
+    "reward": ("Reward", lambda run: _figure(run.reward)),
+    "id": ("Run ID", lambda run: run.training_run_id),
+    "model": ("Base Model", lambda run: run.base_model),
+    "owner": ("Owner", lambda run: run.model_owner),
+    "lora": ("LoRA", _lora),
+    "updated": ("Last Update", lambda run: run.last_request_time),
+    "status": ("Status", lambda run: "Failed" if run.corrupted else "OK"),
+    "checkpoint": (
+        "Last Checkpoint",
+        lambda run: run.last_checkpoint.checkpoint_id if run.last_checkpoint else None,
+    ),
+    "checkpoint_time": (
+        "Checkpoint Time",
+        lambda run: run.last_checkpoint.time if run.last_checkpoint else None,
+    ),
 }
 _INFO = "name state steps loss reward id model owner lora updated".split()
 _DEFAULT_COLUMNS = "name,state,steps,result,updated,id"
+
+
+def _listing(names: Iterable[str]) -> Listing:
+    return Listing("runs", "Training runs", dict(_COLUMNS[name] for name in names), _STYLES)
 
 
 @click.group(cls=Noun)
@@ -47,23 +77,22 @@ run.add_command(rollouts)
 
 def _columns(ctx: click.Context, param: click.Parameter, value: str) -> list[str]:
     names = [name.strip() for name in value.split(",") if name.strip()]
-    if unknown := [name for name in names if name not in _TITLES]:
-        raise click.BadParameter(f"no column '{unknown[0]}'; choose from {', '.join(_TITLES)}.")
+    if unknown := [name for name in names if name not in _COLUMNS]:
+        raise click.BadParameter(f"no column '{unknown[0]}'; choose from {', '.join(_COLUMNS)}.")
     if not names:
-        raise click.BadParameter(f"name at least one of {', '.join(_TITLES)}.")
+        raise click.BadParameter(f"name at least one of {', '.join(_COLUMNS)}.")
     return names
 
 
 @run.command("list")
-@limit_option(20)
-@offset_option()
+@paging_options
 @click.option(
     "-c",
     "--columns",
     default=_DEFAULT_COLUMNS,
     show_default=True,
     callback=_columns,
-    help=f"Columns of the table, from {','.join(_TITLES)}.",
+    help=f"Columns of the table, from {','.join(_COLUMNS)}.",
 )
 @pass_state
 def list_(state: State, limit: int, offset: int, columns: list[str]) -> None:
@@ -72,15 +101,7 @@ def list_(state: State, limit: int, offset: int, columns: list[str]) -> None:
         runs, total = collect(
             rest.list_training_runs, "training_runs", limit=limit, offset=offset, page=_PAGE
         )
-    state.show(
-        Table(
-            title=counted("Training runs", runs, total),
-            columns=[_TITLES[name] for name in columns],
-            rows=[[_field(run, name) for name in columns] for run in runs],
-            styles=_STYLES,
-        ),
-        {"runs": runs},
-    )
+    state.show_items(_listing(columns), runs, total=total)
 
 
 @run.command()
@@ -90,14 +111,14 @@ def info(state: State, run_id: str) -> None:
     """Show one training run. RUN_ID may also be a tinker:// path of one of its checkpoints."""
     with state.rest() as rest:
         if run_id.startswith("tinker://"):
-            found = rest.get_training_run_by_tinker_path(run_id).result()
+            run = rest.get_training_run_by_tinker_path(run_id).result()
         else:
-            found = rest.get_training_run(run_id).result()
-    state.show(lambda: _info_table(found), found)
+            run = rest.get_training_run(run_id).result()
+    state.show(lambda: _info_table(run), run)
 
 
 def _info_table(run: TrainingRun) -> Table:
-    pairs: dict[str, Any] = {_TITLES[name]: _field(run, name) for name in _INFO}
+    pairs = _listing(_INFO).cells(run)
     for title, checkpoint in (
         ("Last Checkpoint", run.last_checkpoint),
         ("Last Sampler Checkpoint", run.last_sampler_checkpoint),
@@ -115,31 +136,3 @@ def _info_table(run: TrainingRun) -> Table:
         )
     pairs |= {f"Metadata: {key}": value for key, value in (run.user_metadata or {}).items()}
     return properties(f"Training run {run.training_run_id}", pairs)
-
-
-def _result(run: TrainingRun) -> str:
-    """What a person asks of a run: the loss of RL is near zero whatever happens."""
-    for name, value in (("reward", run.reward), ("loss", run.loss)):
-        if value is not None:
-            return f"{name} {value:.3g}"
-    return ""
-
-
-def _field(run: TrainingRun, name: str) -> Any:
-    last = run.last_checkpoint
-    return {
-        "name": run.name or "",
-        "state": run.state or ("lost" if run.corrupted else ""),
-        "steps": "" if run.num_steps is None else run.num_steps,
-        "result": _result(run),
-        "loss": "" if run.loss is None else f"{run.loss:.4g}",
-        "reward": "" if run.reward is None else f"{run.reward:.4g}",
-        "id": run.training_run_id,
-        "model": run.base_model,
-        "owner": run.model_owner,
-        "lora": f"Rank {run.lora_rank}" if run.is_lora and run.lora_rank else run.is_lora,
-        "updated": run.last_request_time,
-        "status": "Failed" if run.corrupted else "OK",
-        "checkpoint": last.checkpoint_id if last else None,
-        "checkpoint_time": last.time if last else None,
-    }[name]

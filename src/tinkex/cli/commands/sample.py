@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.arguments import named
+from tinkex.cli.commands.pull import prepare
 from tinkex.cli.completions import complete_model
 from tinkex.cli.live_text import LiveText
 from tinkex.cli.output import Table
@@ -56,8 +57,6 @@ def sample(
     text = sys.stdin.read() if prompt == "-" else prompt
     chosen = named(model)
     if chosen and state.format != "json":
-        from tinkex.cli.commands.pull import prepare
-
         prepare(state, chosen)
     with state.service(model=chosen, name="sample") as service:
         model = chosen or default_model(service)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.arguments import limit_option, offset_option
+from tinkex.cli.arguments import paging_options
+from tinkex.cli.listing import collect
 from tinkex.cli.output import Table, ago, properties, size
-from tinkex.cli.paging import collect
 from tinkex.cli.state import Noun, State, pass_state
+from tinkex.errors import TinkerError
 
 if TYPE_CHECKING:
     from tinkex import RestClient
@@ -23,37 +24,37 @@ def session() -> None:
 
 
 @session.command("list")
-@limit_option(20)
-@offset_option()
+@paging_options
 @pass_state
 def list_(state: State, limit: int, offset: int) -> None:
     """List sessions, newest first."""
     with state.rest() as rest:
         ids, _ = collect(rest.list_sessions, "sessions", limit=limit, offset=offset, page=100)
-        known = _summaries(rest, ids) if state.format != "json" else {}
+        summaries = _summaries(rest, ids) if state.format != "json" else {}
     state.show(
         Table(
             title=f"Sessions ({len(ids)})",
             columns=("Name", "Status", "Started", "Checkpoints", "Session ID"),
-            rows=[(*_words(known.get(name)), name) for name in ids],
+            rows=[(*_words(summaries.get(session_id)), session_id) for session_id in ids],
         ),
         {"sessions": ids},
     )
 
 
 def _summaries(rest: RestClient, ids: list[str]) -> dict[str, SessionSummary]:
-    """What a search says of the newest sessions; nothing where the server has no search."""
-    from tinkex import TinkerError, types
+    """Summaries of the newest sessions by id; none where the server has no search."""
+    from tinkex import types
 
     try:
         request = types.SessionSearchRequest(limit=max(1, min(len(ids), 100)))
-        found = rest.search_sessions(request).result().sessions
+        sessions = rest.search_sessions(request).result().sessions
     except TinkerError:
         return {}
-    return {one.session_id: one for one in found}
+    return {session.session_id: session for session in sessions}
 
 
 def _words(session: SessionSummary | None) -> tuple[str, str, str, str]:
+    """Name, status, start and number of checkpoints."""
     if session is None:
         return "", "", "", ""
     status = session.status.type if session.status else ""
@@ -73,18 +74,14 @@ def _words(session: SessionSummary | None) -> tuple[str, str, str, str]:
 def info(state: State, session_id: str) -> None:
     """Show the runs and samplers of one session."""
     with state.rest() as rest:
-        found = rest.get_session(session_id).result()
-
-    def table() -> Table:
-        pairs: dict[str, Any] = {
-            "Name": found.display_name,
-            "Training Runs": ", ".join(found.training_run_ids) or None,
-            "Samplers": ", ".join(found.sampler_ids) or None,
-        }
-        pairs |= {f"Metadata: {key}": value for key, value in (found.user_metadata or {}).items()}
-        return properties(f"Session {session_id}", pairs)
-
-    state.show(table, found)
+        session = rest.get_session(session_id).result()
+    shown = {
+        "Name": session.display_name,
+        "Training Runs": ", ".join(session.training_run_ids) or None,
+        "Samplers": ", ".join(session.sampler_ids) or None,
+        **{f"Metadata: {key}": value for key, value in (session.user_metadata or {}).items()},
+    }
+    state.show(properties(f"Session {session_id}", shown), session)
 
 
 @session.command("export-trace")

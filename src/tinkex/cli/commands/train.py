@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.arguments import named
+from tinkex.cli.commands.pull import prepare
 from tinkex.cli.completions import complete_model, complete_run
 from tinkex.cli.messages import program
 from tinkex.cli.output import properties
 from tinkex.cli.progress import RESULTS, label, steps
 from tinkex.cli.state import Noun, State, pass_state
 from tinkex.errors import ConfigError
+from tinkex.runs import json_lines
 
 if TYPE_CHECKING:
     from tinkex.recipes.loop import Result
@@ -35,7 +37,7 @@ def train() -> None:
 
 
 def _options(config: str, *specs: tuple[str, Any, str]) -> Callable[[Command], Command]:
-    """Options whose default is the recipe's own: not given means None means the recipe decides."""
+    """Add the options of a recipe. One that is not given is None, and the recipe decides."""
 
     def add(command: Command) -> Command:
         for flag, kind, text in reversed((*specs, *_COMMON)):
@@ -259,11 +261,10 @@ def _run(
         rows: The file or dataset, where there is one; looked for before a model is fetched.
         named_after: The file that names the run; `rows` by default.
     """
-    from tinkex.cli.commands.pull import prepare
     from tinkex.recipes.data import check_source
 
     recipe, show_plot = train.__module__.rpartition(".")[2], options.pop("show_plot")
-    config = config_of(**_given(recipe, named_after or rows or "", options))
+    config = config_of(**_settings(recipe, named_after or rows or "", options))
     if rows is not None:
         check_source(rows)
     prepare(state, config.model)
@@ -274,31 +275,31 @@ def _run(
     _show(state, config.log_dir, result, show_plot)
 
 
-def _given(recipe: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given; the recipe's defaults stand for the others."""
+def _settings(recipe: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The settings that options were given for; the recipe's defaults stand for the others."""
     from tinkex.runs.names import find_path, remember
 
     name, start = options.pop("name"), options.pop("start")
-    given = {name: value for name, value in options.items() if value is not None}
-    given["trackers"] = tuple(given.get("trackers", ()))
-    if given.get("kl_to", "base") != "base":
-        given["kl_to"] = named(given["kl_to"])
+    settings = {name: value for name, value in options.items() if value is not None}
+    settings["trackers"] = tuple(settings.get("trackers", ()))
+    if settings.get("kl_to", "base") != "base":
+        settings["kl_to"] = named(settings["kl_to"])
     # Named after what is trained on: a second file never meets the log of the first.
     folder = f"runs/{name}" if name else f"runs/{recipe}-{Path(source).stem}"
-    given.setdefault("log_dir", folder)
+    settings.setdefault("log_dir", folder)
     if start is not None:
-        if "model" in given or "rank" in given:
+        if "model" in settings or "rank" in settings:
             raise click.UsageError(
                 "--from brings its model and rank; leave --model and --rank out."
             )
-        given["model"] = find_path(start, for_training=True)
-        if given["model"] is None:
+        settings["model"] = find_path(start, for_training=True)
+        if settings["model"] is None:
             raise click.UsageError(
                 f"'{start}' is no run here: --from takes a name, a log folder, or a tinker:// path."
             )
     if name:
-        remember(name, given["log_dir"])
-    return given
+        remember(name, settings["log_dir"])
+    return settings
 
 
 def _show(state: State, log_dir: str, result: Result, show_plot: bool) -> None:
@@ -345,7 +346,6 @@ def _show(state: State, log_dir: str, result: Result, show_plot: bool) -> None:
 
 def _draw(state: State, folder: Path) -> None:
     """The curve that matters most, in characters, on stderr."""
-    from tinkex.runs import json_lines
     from tinkex.runs.plots import terminal_plot
 
     records = list(json_lines.read(folder / "metrics.jsonl"))
@@ -360,5 +360,5 @@ def _called(log_dir: str) -> str:
     """The shortest thing that `tinkex chat` takes for this run."""
     from tinkex.runs.names import known
 
-    place = Path(log_dir).resolve()
-    return next((run.name for run in known() if run.folder == place), log_dir)
+    folder = Path(log_dir).resolve()
+    return next((run.name for run in known() if run.folder == folder), log_dir)
