@@ -29,7 +29,7 @@ _MISSING = (404, 405, 501)
 
 
 class Probe:
-    """One caller of one server. `model` is the base model to use; the first one by default."""
+    """A caller of one server. `model` is the base model to use; the first one by default."""
 
     def __init__(
         self, base_url: str, api_key: str, *, model: str | None = None, timeout_s: float = 120.0
@@ -54,11 +54,11 @@ class Probe:
     # ------------------------------------------------------------------------------ calls
 
     def call(self, verb: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        """One request, whatever the answer."""
+        """Send a request and give the answer, whatever its status."""
         return self.http.request(verb, path, json=body, **options)
 
     def ask(self, verb: str, path: str, body: Any = None, **options: Any) -> dict[str, Any]:
-        """One request that must succeed with a JSON object; an absent endpoint is unsupported."""
+        """Send a request that must be answered by a JSON object; no such endpoint: unsupported."""
         answer = self.call(verb, path, body, **options)
         if answer.status_code in _MISSING:
             raise Unsupported(f"{verb} {path} answers {answer.status_code}")

@@ -155,7 +155,7 @@ def _tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, NDArray[n
 
 
 def _rope_factors(config: ModelConfig) -> NDArray[np.float32]:
-    """What llama.cpp divides each plain rope frequency by: the stretching of Llama 3.1."""
+    """Divisors of the plain rope frequencies, as llama.cpp stores the stretching of Llama 3.1."""
     from tinkex.engine.model.decoder import rope_frequencies
 
     plain = rope_frequencies(replace(config.rope, kind="default"), config.head_size)

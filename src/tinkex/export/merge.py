@@ -181,7 +181,7 @@ class _Deltas:
 
 
 def _model_type(source: Path) -> str:
-    """What kind of model the folder holds; packed weights cannot be added to."""
+    """The kind of model in a folder, refusing packed weights: nothing can be added to them."""
     from tinkex.engine.model.published import quantization_of
 
     config = _read_json(source / "config.json")

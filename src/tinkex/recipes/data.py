@@ -67,7 +67,7 @@ class Prompt:
 
 @dataclass(kw_only=True)
 class Loaded(Generic[T]):
-    """What a source holds: usable rows, and the others with their reasons."""
+    """The rows of a source: usable ones, and the others with their reasons."""
 
     source: str
     rows: list[T]
@@ -233,7 +233,7 @@ def _parse(
 
 
 def check_source(source: str | Path) -> None:
-    """Find out what costs nothing to know: that there is such a file, and how it is read.
+    """Check that a source exists and how it is read, without reading it.
 
     Raises:
         InvalidInputError: There is none.

@@ -144,8 +144,8 @@ def check_tokens(renderer: Renderer, teacher: SamplingClient) -> None:
 def judge(teacher: SamplingClient, episodes: Sequence[Episode]) -> None:
     """Score every token; the reward of an answer is minus its KL to the teacher, per token."""
     measure_gaps(teacher, episodes)
-    for one in episodes:
-        one.reward = -mean_gap([one])
+    for episode in episodes:
+        episode.reward = -mean_gap([episode])
 
 
 def distill_data(episodes: Sequence[Episode]) -> Iterator[Datum]:
@@ -154,9 +154,9 @@ def distill_data(episodes: Sequence[Episode]) -> Iterator[Datum]:
     The mean is a baseline: it changes no gradient on average, and takes most of the noise away.
     """
     baseline = mean_gap(episodes)
-    for one in episodes:
-        if one.num_sampled:
-            yield datum_of(one, [baseline - gap for gap in one.gaps])
+    for episode in episodes:
+        if episode.num_sampled:
+            yield datum_of(episode, [baseline - gap for gap in episode.gaps])
 
 
 def held_out_kl(
@@ -166,6 +166,6 @@ def held_out_kl(
     player: Player,
 ) -> float:
     """KL to the teacher on prompts that are not trained on; the same seeds each time."""
-    episodes = [one for (one,) in player.play(student, questions, copies=1, seed=7)]
+    episodes = [episode for (episode,) in player.play(student, questions, copies=1, seed=7)]
     measure_gaps(teacher, episodes)
     return mean_gap(episodes)

@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What an environment says to an answer. Without a `reply` the episode is over."""
+    """An environment's reaction to an answer. Without a `reply` the episode is over."""
 
     reward: float = 0.0
     reply: str | Sequence[Message] | None = None
@@ -57,10 +57,10 @@ class Turn:
 
 
 class Environment(Protocol):
-    """One conversation with something that answers back."""
+    """The other side of a conversation: it starts it and answers back."""
 
     def start(self) -> str | Sequence[Message]:
-        """What the model reads first. Depends on the row alone."""
+        """The first message or messages that the model reads. Depends on the row alone."""
         ...
 
     def step(self, answer: str) -> Turn | Awaitable[Turn]: ...
@@ -68,7 +68,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """One row to play, and its tokens up to where the model begins to speak."""
+    """A row to play, and its tokens up to where the model begins to speak."""
 
     tokens: list[int]
     row: Row
@@ -78,7 +78,7 @@ class Question:
 
 @dataclass(kw_only=True, slots=True)
 class Episode:
-    """One conversation as it was sampled."""
+    """A conversation as it was sampled: tokens, log-probabilities, reward."""
 
     question: Question
     tokens: list[int]
@@ -102,7 +102,7 @@ class Episode:
         return sum(self.is_sampled)
 
     def of_sampled(self, values: Sequence[T]) -> list[T]:
-        """Those of one value per token that belong to what the model said."""
+        """Keep the values of the sampled tokens, of one value per token."""
         return [value for value, said in zip(values, self.is_sampled, strict=True) if said]
 
     @property
@@ -111,6 +111,7 @@ class Episode:
         return self.tokens[len(self.question.tokens) :]
 
     def hear(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Add tokens that the model has sampled."""
         self.tokens += tokens
         self.logprobs += logprobs
         self.is_sampled += [True] * len(tokens)
@@ -123,6 +124,7 @@ class Episode:
         self.experts = rows
 
     def read(self, tokens: Sequence[int]) -> None:
+        """Add tokens of the environment: the model reads them and learns nothing of them."""
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.is_sampled += [False] * len(tokens)
@@ -144,7 +146,7 @@ class Task(Protocol):
 
 
 class RewardTask:
-    """One answer per episode, judged by a function."""
+    """Episodes of one answer, judged by a function."""
 
     max_turns = 1
 
@@ -157,23 +159,23 @@ class RewardTask:
 
     def judge(self, episodes: Sequence[Episode], answers: Sequence[str]) -> list[Turn]:
         if self._is_batched:
-            given = self._all_at_once(episodes, answers)
+            rewards = self._all_at_once(episodes, answers)
         else:
-            given = _each(
+            rewards = _each(
                 episodes,
                 answers,
-                lambda one, answer: self._reward(answer, one.question.row),
+                lambda episode, answer: self._reward(answer, episode.question.row),
                 "the reward function failed",
             )
         return [
-            Turn(reward=_finite(value, one, answer))
-            for value, one, answer in zip(given, episodes, answers, strict=True)
+            Turn(reward=_finite(value, episode, answer))
+            for value, episode, answer in zip(rewards, episodes, answers, strict=True)
         ]
 
     def _all_at_once(self, episodes: Sequence[Episode], answers: Sequence[str]) -> list[Any]:
         try:
-            given = self._reward(list(answers), [one.question.row for one in episodes])
-            values = list(_finished(given) if inspect.isawaitable(given) else given)
+            rewards = self._reward(list(answers), [episode.question.row for episode in episodes])
+            values = list(_finished(rewards) if inspect.isawaitable(rewards) else rewards)
         except Exception as exc:
             raise InvalidInputError(
                 f"the reward function failed on a batch of {len(answers)} answers: "
@@ -206,16 +208,16 @@ class EnvironmentTask:
         turns = _each(
             episodes,
             answers,
-            lambda one, answer: one.environment.step(answer),
+            lambda episode, answer: episode.environment.step(answer),
             "the environment failed",
         )
-        for turn, one, answer in zip(turns, episodes, answers, strict=True):
+        for turn, episode, answer in zip(turns, episodes, answers, strict=True):
             if not isinstance(turn, Turn):
                 raise InvalidInputError(
                     f"step() must return a Turn, got {type(turn).__name__} (prompt "
-                    f"{one.question.line}). Import it from tinkex.recipes.episodes."
+                    f"{episode.question.line}). Import it from tinkex.recipes.episodes."
                 )
-            _finite(turn.reward, one, answer)
+            _finite(turn.reward, episode, answer)
         return turns
 
 
@@ -244,20 +246,20 @@ def _each(
     call: Callable[[Episode, str], Any],
     failed: str,
 ) -> list[Any]:
-    """One result per episode. Awaitable ones run at the same time; a failure names its row."""
+    """Call a function once per episode. Awaitable results run together; a failure names its row."""
 
-    def error(one: Episode, answer: str, exc: Exception) -> InvalidInputError:
+    def error(episode: Episode, answer: str, exc: Exception) -> InvalidInputError:
         return InvalidInputError(
-            f"{failed} on prompt {one.question.line} with the answer {answer[:80]!r}: "
+            f"{failed} on prompt {episode.question.line} with the answer {answer[:80]!r}: "
             f"{type(exc).__name__}: {exc}"
         )
 
     results: list[Any] = []
-    for one, answer in zip(episodes, answers, strict=True):
+    for episode, answer in zip(episodes, answers, strict=True):
         try:
-            results.append(call(one, answer))
+            results.append(call(episode, answer))
         except Exception as exc:
-            raise error(one, answer, exc) from exc
+            raise error(episode, answer, exc) from exc
     waiting = [index for index, result in enumerate(results) if inspect.isawaitable(result)]
     if waiting:
         ended = _finished(_gathered([results[index] for index in waiting]))
@@ -285,7 +287,7 @@ def _finished(waiting: Awaitable[T] | Coroutine[Any, Any, T]) -> T:
         thread.shutdown(wait=False)  # A second Ctrl-C does not wait for a slow reward.
 
 
-def _finite(value: Any, one: Episode, answer: str) -> float:
+def _finite(value: Any, episode: Episode, answer: str) -> float:
     try:
         number = float(value)
         if math.isfinite(number):
@@ -294,7 +296,7 @@ def _finite(value: Any, one: Episode, answer: str) -> float:
     except (TypeError, ValueError) as exc:
         reason = f"{type(exc).__name__}: {exc}"
     raise InvalidInputError(
-        f"the reward function failed on prompt {one.question.line} with the answer "
+        f"the reward function failed on prompt {episode.question.line} with the answer "
         f"{answer[:80]!r}: {reason}"
     )
 
@@ -319,26 +321,26 @@ class Player:
     ) -> list[list[Episode]]:
         """`copies` episodes of each question, all sampled at once, turn by turn."""
         groups = [[self._begin(question) for _ in range(copies)] for question in questions]
-        everyone = [one for group in groups for one in group]
+        everyone = [episode for group in groups for episode in group]
         futures = [
             self._sample(sampler, group[0], copies, seed + i) for i, group in enumerate(groups)
         ]
         self._take(everyone, [future.result() for future in futures])
         for turn in range(1, self.task.max_turns):
-            live = [one for one in everyone if not one.is_over]
+            live = [episode for episode in everyone if not episode.is_over]
             if not live:
                 break
             again = [
-                self._sample(sampler, one, 1, seed + turn * 100_003 + i)
-                for i, one in enumerate(live)
+                self._sample(sampler, episode, 1, seed + turn * 100_003 + i)
+                for i, episode in enumerate(live)
             ]
             self._take(live, [future.result() for future in again])
         return groups
 
     def _sample(
-        self, sampler: SamplingClient, one: Episode, copies: int, seed: int
+        self, sampler: SamplingClient, episode: Episode, copies: int, seed: int
     ) -> APIFuture[SampleResponse]:
-        prompt, params = ModelInput.from_ints(one.tokens), self._params(seed)
+        prompt, params = ModelInput.from_ints(episode.tokens), self._params(seed)
         if not self.router_replay:
             return sampler.sample(prompt, copies, params)
         return sampler.sample(prompt, copies, params, routed_experts=True)
@@ -371,19 +373,21 @@ class Player:
         """Add one answer to each episode, and what its environment says to it."""
         answers = []
         pairs = [(response, sequence) for response in responses for sequence in response.sequences]
-        for one, (response, sequence) in zip(episodes, pairs, strict=True):
-            prompt, said = response.prompt_routed_experts, sequence.routed_experts
-            if self.router_replay and prompt is not None and said is not None:
-                one.route(np.concatenate([prompt.array, said.array]))
-            one.hear(list(sequence.tokens), list(sequence.logprobs or []))
+        for episode, (response, sequence) in zip(episodes, pairs, strict=True):
+            prompt_experts, experts = response.prompt_routed_experts, sequence.routed_experts
+            if self.router_replay and prompt_experts is not None and experts is not None:
+                episode.route(np.concatenate([prompt_experts.array, experts.array]))
+            episode.hear(list(sequence.tokens), list(sequence.logprobs or []))
             answers.append(self.renderer.text(sequence.tokens))
-            one.answers.append(answers[-1])
+            episode.answers.append(answers[-1])
         turns = self.task.judge(episodes, answers)
-        for one, (_, sequence), answer, turn in zip(episodes, pairs, answers, turns, strict=True):
-            one.reward += turn.reward
+        for episode, (_, sequence), answer, turn in zip(
+            episodes, pairs, answers, turns, strict=True
+        ):
+            episode.reward += turn.reward
             if turn.reply is None:
-                one.is_over = True
+                episode.is_over = True
                 continue
             replies = _messages(turn.reply)
-            one.read(self.renderer.between(one.messages, answer, replies, sequence.tokens))
-            one.messages += [{"role": "assistant", "content": answer}, *replies]
+            episode.read(self.renderer.between(episode.messages, answer, replies, sequence.tokens))
+            episode.messages += [{"role": "assistant", "content": answer}, *replies]

@@ -45,7 +45,7 @@ Evaluate = Callable[[int], dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What the run of every recipe has. A recipe adds its own, and its own defaults."""
+    """Settings of every recipe's run. A recipe adds its own, and its own defaults."""
 
     log_dir: str
     """Where metrics and checkpoint names go. The same folder resumes."""
@@ -311,15 +311,15 @@ class ServerTracker:
         self._is_refused = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        told = {
+        drawn = {
             name: value
             for name, value in metrics.items()
             if name not in self.MEASURED and math.isfinite(value)
         }
         if self._sent is not None and self._sent.done():
             self._look(timeout_s=None)
-        if told and not self._is_refused:
-            self._sent = self._training.log_metrics(told, step=step)
+        if drawn and not self._is_refused:
+            self._sent = self._training.log_metrics(drawn, step=step)
 
     def close(self) -> None:
         if self._sent is not None:
@@ -411,7 +411,7 @@ def check_share(config: Any) -> None:
 
 
 def note_if_finished(on_note: OnNote, log: RunLog, start: int, num_steps: int) -> None:
-    """A run that has nothing left to do should not look like one that was just trained."""
+    """Tell the user of a run that has nothing left to do: it should not look just trained."""
     if start >= num_steps:
         on_note(
             f"{log.folder} holds a finished run of {start} steps; nothing is trained, and what "
@@ -420,7 +420,7 @@ def note_if_finished(on_note: OnNote, log: RunLog, start: int, num_steps: int) -
 
 
 class StopRequest:
-    """Whether someone pressed Ctrl-C."""
+    """A flag: someone pressed Ctrl-C."""
 
     requested = False
 

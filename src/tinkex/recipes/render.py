@@ -50,7 +50,7 @@ class Renderer:
 
     @property
     def stop(self) -> list[int] | list[str]:
-        """What ends the assistant's turn, for `SamplingParams.stop`."""
+        """Tokens or texts that end the assistant's turn, for `SamplingParams.stop`."""
         return self._chat.stop
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -110,13 +110,13 @@ class Renderer:
         return self._chat.encode(("" if ended else self._chat.end_text) + whole[len(answered) :])
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What the assistant said: decoded, without the mark that ends its turn."""
-        said = str(self.tokenizer.decode(self._chat.words(tokens)))
-        return said.removesuffix(self._chat.end_text).strip()
+        """The text of an answer: decoded, without the mark that ends the turn."""
+        text = str(self.tokenizer.decode(self._chat.words(tokens)))
+        return text.removesuffix(self._chat.end_text).strip()
 
     def _text(self, messages: Sequence[Message], *, generate: bool = False) -> str:
-        told = [ChatMessage(role=m["role"], content=m["content"]) for m in messages]
-        return self._chat.text(told, generate=generate)
+        chat = [ChatMessage(role=m["role"], content=m["content"]) for m in messages]
+        return self._chat.text(chat, generate=generate)
 
     def _answer(self, text: str) -> str:
         """Cut what follows the end mark: sampling stops there, so it is never learned."""

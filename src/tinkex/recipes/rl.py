@@ -209,9 +209,9 @@ def sampling_seed(seed: int, step: int) -> int:
 
 
 def question_of(row: Prompt, task: Task, renderer: Renderer) -> Question:
-    """What the model reads first: the row's prompt, or what its environment starts with."""
-    asked = Question(tokens=[], row=row.row, line=row.line, messages=row.messages)
-    environment = task.begin(asked)
+    """The question of a row: its prompt, or what its environment starts with."""
+    bare = Question(tokens=[], row=row.row, line=row.line, messages=row.messages)
+    environment = task.begin(bare)
     messages = row.messages if environment is None else first_messages(environment)
     tokens = renderer.prompt(messages)
     return Question(tokens=tokens, row=row.row, line=row.line, messages=tuple(messages))
@@ -223,7 +223,7 @@ def greedy_reward(sampler: SamplingClient, questions: Sequence[Question], player
         task=player.task, renderer=player.renderer, max_tokens=player.max_tokens, temperature=0.0
     )
     groups = greedy.play(sampler, questions, copies=1, seed=0)
-    return statistics.fmean(one.reward for group in groups for one in group)
+    return statistics.fmean(episode.reward for group in groups for episode in group)
 
 
 def update(
@@ -241,12 +241,12 @@ def update(
             continue
         forward_backward = training.forward_backward(part, config.loss_fn)
         optim_step = training.optim_step(AdamParams(learning_rate=rate))
-        answered = forward_backward.result().metrics
+        measured = forward_backward.result().metrics
         optim_step.result()
         num_updates += 1
         metrics = {
             name.split(":")[0]: value
-            for name, value in answered.items()
+            for name, value in measured.items()
             if name.startswith("sampler_gap")
         }
         # The gap was measured before this update; the next part would be further off.
@@ -260,35 +260,35 @@ def update(
 
 def group_data(group: Sequence[Episode]) -> Iterator[Datum]:
     """Training examples of one group; none when every answer got the same reward."""
-    rewards = [one.reward for one in group]
+    rewards = [episode.reward for episode in group]
     if len(set(rewards)) == 1:
         return
     mean = statistics.fmean(rewards)
-    for one in group:
-        if one.num_sampled:
-            yield datum_of(one, [one.reward - mean] * len(one.tokens))
+    for episode in group:
+        if episode.num_sampled:
+            yield datum_of(episode, [episode.reward - mean] * len(episode.tokens))
 
 
-def datum_of(one: Episode, advantages: Sequence[float]) -> Datum:
-    """Predict token t+1 from the tokens up to t; what was only read earns nothing."""
-    chosen = [a if said else 0.0 for a, said in zip(advantages, one.is_sampled, strict=True)]
+def datum_of(episode: Episode, advantages: Sequence[float]) -> Datum:
+    """The training example of an episode; tokens that were only read have no advantage."""
+    chosen = [a if said else 0.0 for a, said in zip(advantages, episode.is_sampled, strict=True)]
     inputs: dict[str, Any] = {
-        "target_tokens": one.tokens[1:],
-        "logprobs": one.logprobs[1:],
+        "target_tokens": episode.tokens[1:],
+        "logprobs": episode.logprobs[1:],
         "advantages": chosen[1:],
     }
-    if one.experts is not None:
-        missing = max(len(one.tokens) - len(one.experts), 0)
-        rows = np.pad(one.experts, ((0, missing), (0, 0), (0, 0)), constant_values=NOT_RECORDED)
-        inputs[ROUTED_EXPERTS] = rows[: len(one.tokens) - 1]
-    return Datum(model_input=ModelInput.from_ints(one.tokens[:-1]), loss_fn_inputs=inputs)
+    if episode.experts is not None:
+        missing = max(len(episode.tokens) - len(episode.experts), 0)
+        rows = np.pad(episode.experts, ((0, missing), (0, 0), (0, 0)), constant_values=NOT_RECORDED)
+        inputs[ROUTED_EXPERTS] = rows[: len(episode.tokens) - 1]
+    return Datum(model_input=ModelInput.from_ints(episode.tokens[:-1]), loss_fn_inputs=inputs)
 
 
 # ------------------------------------------------------------------------------ the reference
 
 
 def open_reference(service: ServiceClient, config: RlConfig) -> SamplingClient | None:
-    """What the KL is measured to: the base model, a checkpoint, or nothing."""
+    """The model that the KL is measured to: the base, a checkpoint, or None."""
     name = config.kl_to or ("base" if config.kl_coef else "")
     if not name:
         return None
@@ -298,26 +298,30 @@ def open_reference(service: ServiceClient, config: RlConfig) -> SamplingClient |
 
 
 def measure_gaps(reference: SamplingClient, episodes: Sequence[Episode]) -> None:
-    """Ask a reference how likely every token is to it: fills `gaps`."""
-    futures = [reference.compute_logprobs(ModelInput.from_ints(one.tokens)) for one in episodes]
-    for one, future in zip(episodes, futures, strict=True):
-        one.gaps = [
+    """Fill `gaps` of the episodes: the policy's log-probabilities less the reference's."""
+    futures = [
+        reference.compute_logprobs(ModelInput.from_ints(episode.tokens)) for episode in episodes
+    ]
+    for episode, future in zip(episodes, futures, strict=True):
+        episode.gaps = [
             ours - theirs if said and theirs is not None else 0.0
             for ours, theirs, said in zip(
-                one.logprobs, future.result(), one.is_sampled, strict=True
+                episode.logprobs, future.result(), episode.is_sampled, strict=True
             )
         ]
 
 
 def mean_gap(episodes: Sequence[Episode]) -> float:
     """How much likelier the policy finds its own words than the reference does, per token."""
-    sampled = [d for one in episodes for d in one.of_sampled(one.gaps)]
+    sampled = [d for episode in episodes for d in episode.of_sampled(episode.gaps)]
     return statistics.fmean(sampled) if sampled else 0.0
 
 
 def kl_of(episodes: Sequence[Episode]) -> float:
     """Mean over the sampled tokens of exp(-d) - 1 + d: unbiased and never negative."""
-    values = [math.exp(-d) - 1 + d for one in episodes for d in one.of_sampled(one.gaps)]
+    values = [
+        math.exp(-d) - 1 + d for episode in episodes for d in episode.of_sampled(episode.gaps)
+    ]
     return statistics.fmean(values) if values else 0.0
 
 
@@ -327,44 +331,48 @@ def with_penalty(groups: Sequence[Sequence[Episode]], coef: float) -> list[list[
     The mean of the penalty over the batch is its baseline, so that it moves tokens against each
     other and not all of them down. Groups without a signal take part: the penalty is one.
     """
-    baseline = mean_gap([one for group in groups for one in group])
+    baseline = mean_gap([episode for group in groups for episode in group])
     data = []
     for group in groups:
-        mean = statistics.fmean(one.reward for one in group)
+        mean = statistics.fmean(episode.reward for episode in group)
         data.append(
             [
-                datum_of(one, [one.reward - mean - coef * (d - baseline) for d in one.gaps])
-                for one in group
-                if one.num_sampled
+                datum_of(
+                    episode, [episode.reward - mean - coef * (d - baseline) for d in episode.gaps]
+                )
+                for episode in group
+                if episode.num_sampled
             ]
         )
     return data
 
 
-# ------------------------------------------------------------------------------ looking
+# ------------------------------------------------------------------------------ reports
 
 
 def reward_metrics(groups: Sequence[Sequence[Episode]], reward_by: str = "") -> dict[str, float]:
     """Rewards over all answers, by group and by kind of row; lengths, and the policy's entropy."""
-    everyone = [one for group in groups for one in group]
-    rewards = [one.reward for one in everyone]
-    means = [statistics.fmean(one.reward for one in group) for group in groups]
-    sampled = [-value for one in everyone for value in one.of_sampled(one.logprobs)]
+    episodes = [episode for group in groups for episode in group]
+    rewards = [episode.reward for episode in episodes]
+    means = [statistics.fmean(episode.reward for episode in group) for group in groups]
+    sampled = [-value for episode in episodes for value in episode.of_sampled(episode.logprobs)]
     metrics = {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
         "reward_worst_group": min(means),
         "reward_best_group": max(means),
-        "groups_with_signal": sum(len({one.reward for one in group}) > 1 for group in groups)
+        "groups_with_signal": sum(
+            len({episode.reward for episode in group}) > 1 for group in groups
+        )
         / len(groups),
-        "answer_tokens": len(sampled) / len(everyone),
-        "turns": statistics.fmean(len(one.answers) for one in everyone),
+        "answer_tokens": len(sampled) / len(episodes),
+        "turns": statistics.fmean(len(episode.answers) for episode in episodes),
         "entropy": statistics.fmean(sampled) if sampled else 0.0,
     }
     if reward_by:
         kinds: dict[str, list[float]] = defaultdict(list)
-        for one in everyone:
-            kinds[str(one.question.row.get(reward_by, "none"))].append(one.reward)
+        for episode in episodes:
+            kinds[str(episode.question.row.get(reward_by, "none"))].append(episode.reward)
         metrics |= {f"reward/{kind}": statistics.fmean(kinds[kind]) for kind in sorted(kinds)}
     return metrics
 
@@ -374,15 +382,15 @@ def to_look_at(
 ) -> Iterator[Rollout]:
     """The answers of a step as the console and `tinkex run rollouts` show them."""
     for number, group in enumerate(groups):
-        mean = statistics.fmean(one.reward for one in group)
-        for one in group:
+        mean = statistics.fmean(episode.reward for episode in group)
+        for episode in group:
             yield Rollout.of(
                 renderer,
-                one.question.tokens,
-                one.said,
+                episode.question.tokens,
+                episode.said,
                 step,
                 group=number,
-                logprobs=one.logprobs[len(one.question.tokens) :],
-                reward=one.reward,
-                advantage=one.reward - mean,
+                logprobs=episode.logprobs[len(episode.question.tokens) :],
+                reward=episode.reward,
+                advantage=episode.reward - mean,
             )

@@ -33,7 +33,7 @@ MAX_BYTES = 256 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """One answer."""
+    """A sampled answer, with its prompt and its reward."""
 
     step: int
     group: int
@@ -82,7 +82,7 @@ class RolloutLog:
 
     def write(self, rollouts: Iterable[Rollout]) -> None:
         """Append answers, all of them or, when the file would grow too large, none."""
-        text = "".join(json.dumps(_plain(one)) + "\n" for one in rollouts)
+        text = "".join(json.dumps(_plain(rollout)) + "\n" for rollout in rollouts)
         size = self.file.stat().st_size if self.file.exists() else 0
         if size + len(text) > self._max_bytes:
             if not self._is_full:
@@ -95,8 +95,8 @@ class RolloutLog:
             out.write(text)
 
 
-def _plain(one: Rollout) -> dict[str, Any]:
-    told = asdict(one)
-    told["tokens"] = [int(token) for token in one.tokens]
-    told["logprobs"] = [round(float(value), 5) for value in one.logprobs]
-    return told
+def _plain(rollout: Rollout) -> dict[str, Any]:
+    record = asdict(rollout)
+    record["tokens"] = [int(token) for token in rollout.tokens]
+    record["logprobs"] = [round(float(value), 5) for value in rollout.logprobs]
+    return record

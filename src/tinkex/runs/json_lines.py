@@ -22,7 +22,7 @@ def append(file: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(file: Path) -> Iterator[dict[str, Any]]:
-    """One object after the other, as such a file may be large; none where there is no file."""
+    """The objects, one after the other as a file may be large; none where there is no file."""
     if not file.exists():
         return
     with file.open(encoding="utf-8") as lines:
@@ -34,7 +34,7 @@ def read(file: Path) -> Iterator[dict[str, Any]]:
 def keep(file: Path, is_wanted: Callable[[dict[str, Any]], bool]) -> None:
     """Drop the other lines, such as those of steps that will be trained again."""
     if file.exists():
-        write_whole(file, (json.dumps(one) + "\n" for one in read(file) if is_wanted(one)))
+        write_whole(file, (json.dumps(line) + "\n" for line in read(file) if is_wanted(line)))
 
 
 def write_whole(file: Path, parts: Iterable[str]) -> None:

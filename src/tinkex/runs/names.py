@@ -48,8 +48,8 @@ def remember(name: str, folder: str | Path) -> None:
         raise ConfigError(
             f"{name!r} is no name for a run: letters, digits, '.', '_' and '-', up to 64."
         )
-    names, place = _names(), str(Path(folder).resolve())
-    if (taken := names.get(name, place)) != place and Path(taken).exists():
+    names, path = _names(), str(Path(folder).resolve())
+    if (taken := names.get(name, path)) != path and Path(taken).exists():
         raise ConfigError(
             f"another run is called {name!r}: {taken}. Choose another name, or go on with that run "
             f"(--log-dir {taken})."
@@ -57,20 +57,20 @@ def remember(name: str, folder: str | Path) -> None:
     file = _file()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = file.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps({**names, name: place}, indent=2) + "\n", "utf-8")
+    aside.write_text(json.dumps({**names, name: path}, indent=2) + "\n", "utf-8")
     os.replace(aside, file)
 
 
 def known() -> Iterator[NamedRun]:
     """Runs with a name whose folder is still there, the last used first."""
-    found = [_read(Path(place), name) for name, place in _names().items()]
-    yield from sorted((run for run in found if run is not None), key=lambda run: -run.saved_at)
+    runs = [_read(Path(path), name) for name, path in _names().items()]
+    yield from sorted((run for run in runs if run is not None), key=lambda run: -run.saved_at)
 
 
 def find(what: str) -> NamedRun | None:
     """The run of a name or a folder; None when it is neither."""
-    place = _names().get(what)
-    if place is not None and (run := _read(Path(place), what)) is not None:
+    path = _names().get(what)
+    if path is not None and (run := _read(Path(path), what)) is not None:
         return run
     folder = Path(what).expanduser()
     return _read(folder, folder.name) if folder.is_dir() else None

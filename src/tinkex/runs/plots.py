@@ -21,7 +21,7 @@ _FEW = 8  # Points that are shown as they are.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """One pair of axes: metrics by name, with their labels."""
+    """A pair of axes: metrics by name, with their labels."""
 
     metrics: Mapping[str, str]
     label: str

@@ -40,7 +40,7 @@ class Tracker(Protocol):
 
 
 class RunLog:
-    """One run's folder. Open it with `RunLog(folder, config)`; the same config resumes."""
+    """The folder of one run. Open it with `RunLog(folder, config)`; the same config resumes."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class RunLog:
         json_lines.write_whole(file, [json.dumps(config, indent=2), "\n"])
 
     def _read_last(self) -> SavedStep | None:
-        found = list(json_lines.read(self.checkpoints_file))
-        if not found:
+        saved = list(json_lines.read(self.checkpoints_file))
+        if not saved:
             return None
-        fields = {name: found[-1].get(name) for name in ("step", "state_path", "sampler_path")}
+        fields = {name: saved[-1].get(name) for name in ("step", "state_path", "sampler_path")}
         return SavedStep(**fields)  # type: ignore[arg-type]
 
     def _read_end(self) -> dict[str, Any] | None:

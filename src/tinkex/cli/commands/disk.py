@@ -129,23 +129,23 @@ def gc(
 
 
 def _one_run(folders: list[Path], wanted: str) -> tuple[Path, str]:
-    """The run that is called so, and its folder."""
+    """The folder and id of the run with this id or name."""
     from tinkex.server.administration.disk_usage import holdings
 
-    found = [
+    matching = [
         (folder, run.run_id)
         for folder in folders
         for run in holdings(folder).runs
         if wanted in (run.run_id, run.name)
     ]
-    if not found:
+    if not matching:
         raise click.ClickException(f"No run '{wanted}' keeps anything here; see `tinkex disk`.")
-    if len(found) > 1:
-        ids = ", ".join(run_id for _, run_id in found)
+    if len(matching) > 1:
+        ids = ", ".join(run_id for _, run_id in matching)
         raise click.ClickException(
-            f"{len(found)} runs are called '{wanted}': name one by id: {ids}"
+            f"{len(matching)} runs are called '{wanted}': name one by id: {ids}"
         )
-    return found[0]
+    return matching[0]
 
 
 def _cleared(state: State, folder: Path, older_than_s: float, run_id: str) -> Cleared:
@@ -177,7 +177,7 @@ def _spare(run: RunHoldings) -> int:
 
 
 def _data_folders(given: Path | None) -> Iterator[Path]:
-    """Those that hold a database; the private server's come first."""
+    """Data folders that hold a database, the private server's first; only `given` where it is."""
     from tinkex.wire.local_servers import state_folder
 
     if given is not None:
