@@ -14,7 +14,7 @@ import training
 from safetensors.torch import save_file
 
 from tinkex.contract.optimizers import OPTIMIZERS
-from tinkex.engine.checkpoint import reader as checkpoint
+from tinkex.engine.checkpoint import reader, writer
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoadAdapterJob,
@@ -257,7 +257,7 @@ def test_a_save_that_fails_leaves_nothing_behind(tiny, tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_save_tensors", full_disk)
+    monkeypatch.setattr(writer, "_save_tensors", full_disk)
     with pytest.raises(OSError, match="No space"):
         save(trainer, tmp_path / "ck")
     assert list(tmp_path.iterdir()) == []
@@ -268,11 +268,11 @@ def test_a_folder_is_named_by_its_content(tiny, tmp_path):
     for name, seed in (("a", 1), ("again", 1), ("b", 2)):
         create(trainer, seed=seed)
         save(trainer, tmp_path / name)
-    names = {name: checkpoint.content_of(tmp_path / name) for name in ("a", "again", "b")}
+    names = {name: reader.content_of(tmp_path / name) for name in ("a", "again", "b")}
     assert names["a"] == names["again"] != names["b"]
     manifest = tmp_path / "a" / "tinkex.json"
     manifest.unlink()  # as in a folder that peft wrote
-    assert checkpoint.content_of(tmp_path / "a") == names["a"]
+    assert reader.content_of(tmp_path / "a") == names["a"]
 
 
 def test_a_missing_or_damaged_folder_is_refused(tiny, tmp_path):
@@ -371,9 +371,9 @@ def test_what_a_manifest_claims_is_no_name_of_its_content(tiny, tmp_path):
     for name, seed in (("a", 1), ("b", 2)):
         create(trainer, seed=seed)
         save(trainer, tmp_path / name)
-    own, other = (checkpoint.content_of(tmp_path / name) for name in "ab")
+    own, other = (reader.content_of(tmp_path / name) for name in "ab")
     _changed(tmp_path / "b", content_sha256=own)
-    assert checkpoint.content_of(tmp_path / "b") == other != own
+    assert reader.content_of(tmp_path / "b") == other != own
     with pytest.raises(InvalidInputError, match="'b' is damaged"):
         load(trainer, tmp_path / "b", with_optimizer=False)
     with pytest.raises(InvalidInputError, match="'b' is damaged"):
@@ -383,12 +383,13 @@ def test_what_a_manifest_claims_is_no_name_of_its_content(tiny, tmp_path):
 
 @pytest.mark.parametrize("stretch", [64, 1000, 8 << 20])
 def test_a_digest_read_is_the_digest_written(tiny, tmp_path, monkeypatch, stretch):
-    monkeypatch.setattr(checkpoint, "_STRETCH", stretch)
+    for module in (reader, writer):
+        monkeypatch.setattr(module, "STRETCH", stretch)
     trainer = tiny().trainer()
     create(trainer)
     save(trainer, tmp_path / "ck")
     manifest = json.loads((tmp_path / "ck" / "tinkex.json").read_text())
-    assert checkpoint.content_of(tmp_path / "ck") == manifest["content_sha256"]
+    assert reader.content_of(tmp_path / "ck") == manifest["content_sha256"]
     load(trainer, tmp_path / "ck", with_optimizer=False)
 
 
@@ -396,7 +397,7 @@ def test_folders_without_a_digest_load(tiny, tmp_path):
     trainer = tiny().trainer()
     create(trainer)
     save(trainer, tmp_path / "ck")
-    content = checkpoint.content_of(tmp_path / "ck")
+    content = reader.content_of(tmp_path / "ck")
     for claim in (None, ""):
         _changed(tmp_path / "ck", content_sha256=claim)
         load(trainer, tmp_path / "ck", with_optimizer=False)
@@ -414,7 +415,7 @@ def test_a_config_of_any_depth_is_read_or_refused(tiny, tmp_path):
     def is_refused(depth: int) -> bool:
         file.write_text(f'{start}, "extra": {"[" * depth}{"]" * depth}}}')
         try:
-            checkpoint.content_of(tmp_path / "ck")
+            reader.content_of(tmp_path / "ck")
         except InvalidInputError as exc:
             return "adapter_config.json cannot be read" in str(exc)
         return False

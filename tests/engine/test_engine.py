@@ -21,7 +21,7 @@ from tiny_llama import tiny_llama
 
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
-from tinkex.engine.checkpoint import reader as checkpoint
+from tinkex.engine.checkpoint import writer
 from tinkex.engine.checkpoint.snapshots import snapshot_room
 from tinkex.engine.numerics.memory_in_use import tensor_bytes
 from tinkex.engine.numerics.ops import CPU
@@ -337,11 +337,11 @@ def test_a_snapshot_never_changes_while_its_adapter_trains_on(start, tmp_path):
 def test_training_goes_on_while_a_save_is_written_and_the_folder_holds_its_turn(
     start, tmp_path, monkeypatch
 ):
-    client, gate, write = start(), threading.Event(), checkpoint.write
+    client, gate, write = start(), threading.Event(), writer.write
     client.create()
     client.train()
     monkeypatch.setattr(
-        checkpoint, "write", lambda *args, **how: (gate.wait(200), write(*args, **how))[1]
+        writer, "write", lambda *args, **how: (gate.wait(200), write(*args, **how))[1]
     )
     saved = client.save(tmp_path / "s", with_optimizer=True, with_gradients=True)
     norm = client.step(lr=0.5).result.metrics["grad_norm:mean"]
@@ -359,13 +359,13 @@ def test_training_goes_on_while_a_save_is_written_and_the_folder_holds_its_turn(
 def test_unnamed_weights_for_sampling_do_not_wait_for_a_checkpoint_being_written(
     start, tmp_path, monkeypatch
 ):
-    client, gate, write = start(), threading.Event(), checkpoint.write
+    client, gate, write = start(), threading.Event(), writer.write
 
     def slow(folder, image, *, sync):
         assert not sync or gate.wait(200)
         return write(folder, image, sync=sync)
 
-    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(writer, "write", slow)
     client.create()
     named = client.save(tmp_path / "state", with_optimizer=True)
     assert client.save(tmp_path / "s", for_sampling=True, ephemeral=True).result.size_bytes > 0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinkex.engine.checkpoint import reader as checkpoint
+from tinkex.engine.checkpoint import writer
 from tinkex.engine.jobs import (
     CreateAdapterJob,
     LoraSpec,
@@ -33,7 +33,7 @@ RL = ["importance_sampling", "ppo", "cispo", "dro", "gspo", "dppo"]
 def save(trainer, folder, adapter_id: str = "a", **options: bool) -> int:
     """Write a checkpoint of an adapter as it is now; gives its size in bytes."""
     job = SaveAdapterJob(job_id="", adapter_id=adapter_id, folder=str(folder), **options)
-    return checkpoint.write(job.folder, trainer.capture(job)).size_bytes
+    return writer.write(job.folder, trainer.capture(job)).size_bytes
 
 
 def make(trainer, adapter_id: str = "a", *, noise: float = 0.1, **lora: Any):

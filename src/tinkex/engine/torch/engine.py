@@ -31,7 +31,7 @@ from functools import partial
 import torch
 
 from tinkex.engine import folders, jobs
-from tinkex.engine.checkpoint import reader as checkpoint
+from tinkex.engine.checkpoint import reader, writer
 from tinkex.engine.checkpoint.snapshots import AdapterSnapshot, Snapshots, snapshot_room, version_of
 from tinkex.engine.device.backend import ops_for
 from tinkex.engine.exchange.meetings import Meetings
@@ -391,7 +391,7 @@ class TorchEngine:
         base = self._bases.find(job.base_model, job.job_id, emit)
         if job.base_fingerprint:
             before = {"base_fingerprint": job.base_fingerprint, "base_model": job.base_model}
-            base.identity.check(before, "The run", force=checkpoint.FORCE)
+            base.identity.check(before, "The run", force=reader.FORCE)
         base.trainer.create(job)
         self._bases.adopt(job.adapter_id, job.base_model)
         return jobs.AdapterResult(base_fingerprint=base.identity.fingerprint)
@@ -432,9 +432,9 @@ class TorchEngine:
 
 
 def _write(
-    job: jobs.SaveAdapterJob, image: checkpoint.Image, snapshot: AdapterSnapshot | None
+    job: jobs.SaveAdapterJob, image: writer.Image, snapshot: AdapterSnapshot | None
 ) -> jobs.AdapterResult:
-    written = checkpoint.write(job.folder, image, sync=not job.ephemeral)
+    written = writer.write(job.folder, image, sync=not job.ephemeral)
     if snapshot is not None:
         snapshot.version = written.content
         snapshot.written = version_of(job.folder)

@@ -28,7 +28,7 @@ from torch import Tensor
 from tinkex.contract import traced
 from tinkex.contract.optimizers import check_params
 from tinkex.contract.routing import NOT_RECORDED
-from tinkex.engine.checkpoint import reader as checkpoint
+from tinkex.engine.checkpoint import reader, writer
 from tinkex.engine.collectives.group import made_on_every_rank, on_every_rank
 from tinkex.engine.exchange import gradient_file
 from tinkex.engine.jobs import (
@@ -224,9 +224,9 @@ class Trainer:
         )
         return stored.content
 
-    def _read(self, folder: str, *, with_optimizer: bool) -> checkpoint.Stored:
+    def _read(self, folder: str, *, with_optimizer: bool) -> reader.Stored:
         targets = self.decoder.targets
-        stored = checkpoint.read(
+        stored = reader.read(
             folder, targets, self._made_on, with_optimizer=with_optimizer, base=self.base
         )
         if self.group.size == 1:
@@ -255,13 +255,13 @@ class Trainer:
         adapter.content = stored.content
         return adapter
 
-    def capture(self, job: SaveAdapterJob) -> checkpoint.Image:
+    def capture(self, job: SaveAdapterJob) -> writer.Image:
         """The state to save, as it is now. Any thread may write it."""
         with self.group.call(self, "join", job):
             resident = self.join(job)
         assert resident is not None, "only the leader writes"
         rounds = self.decoder.batch_invariant and self.decoder.dtype == torch.bfloat16
-        return checkpoint.capture(
+        return writer.capture(
             resident,
             targets=self.decoder.targets,
             base=self.base,
