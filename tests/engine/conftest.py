@@ -74,7 +74,8 @@ class Tiny:
         return load_decoder(str(self.folder))
 
     def trainer(self, **config: Any) -> Any:
-        from tinkex.engine.train.trainer import Trainer, TrainerConfig
+        from tinkex.engine.train.config import TrainerConfig
+        from tinkex.engine.train.trainer import Trainer
 
         return Trainer(self.decoder(), base_model=str(self.folder), config=TrainerConfig(**config))
 

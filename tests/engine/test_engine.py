@@ -28,9 +28,10 @@ from tinkex.engine.numerics.ops import CPU
 from tinkex.engine.sample.sampler import SamplerConfig
 from tinkex.engine.torch.config import EngineConfig
 from tinkex.engine.torch.engine import TorchEngine
+from tinkex.engine.train.config import TrainerConfig
 from tinkex.engine.train.graph_cost import LossBudget
+from tinkex.engine.train.passes import PassRunner
 from tinkex.engine.train.scoring import RowRun, _evaluate_whole
-from tinkex.engine.train.trainer import Trainer, TrainerConfig
 from tinkex.errors import ConfigError
 
 VOCAB = 97
@@ -175,13 +176,13 @@ def test_sampler_and_trainer_agree_on_logprobs(start, tmp_path):
 
 
 def test_waiting_jobs_of_many_tenants_share_one_pass_and_nothing_else(start, monkeypatch):
-    client, passes_run, run_pass = start(), [], Trainer._run_pass
+    client, passes_run, run_pass = start(), [], PassRunner.run_pass
 
     def counted(*args: Any) -> None:
         passes_run.append(args)
         run_pass(*args)
 
-    monkeypatch.setattr(Trainer, "_run_pass", counted)
+    monkeypatch.setattr(PassRunner, "run_pass", counted)
     tenants = [f"t{i}" for i in range(6)]
     for i, name in enumerate(tenants):
         client.create(name, seed=i, rank=2 + i).wait()
@@ -625,20 +626,20 @@ def test_turns_in_the_middle_of_a_pass_change_no_bit(start, tmp_path, monkeypatc
     calm.step("a").result  # noqa: B018
     calm.save(tmp_path / "calm").result  # noqa: B018
 
-    monkeypatch.setattr("tinkex.engine.train.trainer.TURN_S", 0.0)
+    monkeypatch.setattr("tinkex.engine.train.passes.TURN_S", 0.0)
     busy = start(deterministic=deterministic)
     busy.create("a"), busy.create("b", seed=3)
     between: list[Ticket] = []
-    given = Trainer._give_turn
+    given = PassRunner.give_turn
 
-    def give_turn(trainer: Trainer) -> None:
+    def give_turn(passes: PassRunner) -> None:
         between.append(busy.train("b"))
         between.append(busy.sample(max_tokens=2))
-        given(trainer)
+        given(passes)
 
-    monkeypatch.setattr(Trainer, "_give_turn", give_turn)
+    monkeypatch.setattr(PassRunner, "give_turn", give_turn)
     found = busy.train("a", loss_fn="custom", data=data, custom_loss=loss).result
-    monkeypatch.setattr(Trainer, "_give_turn", given)
+    monkeypatch.setattr(PassRunner, "give_turn", given)
     busy.step("a").result  # noqa: B018
     busy.save(tmp_path / "busy").result  # noqa: B018
     num_turns = len(between) // 2

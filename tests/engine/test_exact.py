@@ -13,7 +13,8 @@ from tinkex.engine.model.exact_attention import exact_attention
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.weights import RandomWeights
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
-from tinkex.engine.train.trainer import Trainer, TrainerConfig
+from tinkex.engine.train.config import TrainerConfig
+from tinkex.engine.train.trainer import Trainer
 
 if not torch.backends.mkl.is_available():
     pytest.skip("torch has no MKL here; its sums are another library's", allow_module_level=True)

@@ -18,7 +18,8 @@ from tinkex.engine.jobs import (
 )
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.foreign import ForeignDecoder
-from tinkex.engine.train.trainer import Trainer, TrainerConfig
+from tinkex.engine.train.config import TrainerConfig
+from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import NotSupportedError
 
 SMALL = {

@@ -154,7 +154,7 @@ def tight_pool(exchange: Path) -> Pool:
     """Two engines, one of which has no room for a datum of more than forty tokens."""
     from tinkex.engine.torch.config import EngineConfig
     from tinkex.engine.torch.engine import TorchEngine
-    from tinkex.engine.train.trainer import Trainer
+    from tinkex.engine.train.passes import PassRunner
 
     def make_tight() -> TorchEngine:
         engine = TorchEngine(EngineConfig(device="cpu"))
@@ -168,9 +168,9 @@ def tight_pool(exchange: Path) -> Pool:
                     raise torch.OutOfMemoryError(
                         "CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1.00 GiB free."
                     )
-                Trainer._run_pass(base.trainer, one, *rest)
+                PassRunner.run_pass(base.trainer.passes, one, *rest)
 
-            base.trainer._run_pass = run_pass
+            base.trainer.passes.run_pass = run_pass
             return base
 
         engine._bases.find = find_tight  # type: ignore[method-assign]

@@ -108,7 +108,8 @@ class Model:
         return load_decoder(str(self.folder), dtype=dtype)
 
     def trainer(self, **config: Any) -> Any:
-        from tinkex.engine.train.trainer import Trainer, TrainerConfig
+        from tinkex.engine.train.config import TrainerConfig
+        from tinkex.engine.train.trainer import Trainer
 
         return Trainer(self.decoder(), base_model=str(self.folder), config=TrainerConfig(**config))
 

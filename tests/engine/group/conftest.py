@@ -21,7 +21,8 @@ from tinkex.engine.group.leader import Leader
 from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
-from tinkex.engine.train.trainer import Trainer, TrainerConfig
+from tinkex.engine.train.config import TrainerConfig
+from tinkex.engine.train.trainer import Trainer
 
 
 @pytest.fixture(scope="session")

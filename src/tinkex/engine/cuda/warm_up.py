@@ -21,7 +21,8 @@ from tinkex.engine.cuda.fused import CudaDecoder
 from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import RandomWeights
 from tinkex.engine.numerics.ops import Ops
-from tinkex.engine.train.trainer import Trainer, TrainerConfig
+from tinkex.engine.train.config import TrainerConfig
+from tinkex.engine.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 _TOKENS = 64

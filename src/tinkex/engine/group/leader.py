@@ -46,7 +46,8 @@ from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.fingerprint import Base, Witness
 from tinkex.engine.model.sharding import check_divides
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
-from tinkex.engine.train.trainer import Trainer, TrainerConfig
+from tinkex.engine.train.config import TrainerConfig
+from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import (
     ConfigError,
     EngineError,

@@ -20,7 +20,8 @@ from tinkex.engine.model.sharding import check_divides
 from tinkex.engine.model.weights import WeightReader, open_weights
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.stopping import load_detokenizer
-from tinkex.engine.train.trainer import Trainer, TrainerConfig
+from tinkex.engine.train.config import TrainerConfig
+from tinkex.engine.train.trainer import Trainer
 
 
 def load_shard(

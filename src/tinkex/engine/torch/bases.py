@@ -27,7 +27,8 @@ from tinkex.engine.reports import tell
 from tinkex.engine.sample.sampler import Sampler, SamplerConfig
 from tinkex.engine.sample.stopping import load_detokenizer
 from tinkex.engine.torch.config import EngineConfig
-from tinkex.engine.train.trainer import Trainer, TrainerConfig
+from tinkex.engine.train.config import TrainerConfig
+from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 
 from tinkex.engine.device.backend import find_device
 from tinkex.engine.sample.sampler import SamplerConfig
-from tinkex.engine.train.trainer import TrainerConfig
+from tinkex.engine.train.config import TrainerConfig
 from tinkex.errors import ConfigError
 
 

@@ -16,18 +16,14 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tinkex.contract import traced
 from tinkex.contract.optimizers import check_params
-from tinkex.contract.routing import NOT_RECORDED
 from tinkex.engine.checkpoint import reader, writer
 from tinkex.engine.collectives.group import made_on_every_rank, on_every_rank
 from tinkex.engine.exchange import gradient_file
@@ -44,26 +40,19 @@ from tinkex.engine.jobs import (
     TrainJob,
     TrainResult,
 )
-from tinkex.engine.lora.adapter import KINDS, Adapter, AdapterSpan, Kind, LoraBatch, fresh_adapter
-from tinkex.engine.model.attention import PackedCausal
+from tinkex.engine.lora.adapter import KINDS, Adapter, Kind, fresh_adapter
 from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.fingerprint import Base
-from tinkex.engine.model.mixture import Routing
-from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.numerics.memory_in_use import is_out_of_memory
-from tinkex.engine.numerics.ops import Ops
-from tinkex.engine.numerics.row_filling import exactly
 from tinkex.engine.optim.optimizer import OptimizerState, apply_step, scratch_bytes
 from tinkex.engine.optim.resident import ResidentAdapter, SharedGradients, shortage_for
+from tinkex.engine.train.config import TrainerConfig
 from tinkex.engine.train.data import Limits
 from tinkex.engine.train.graph_cost import LossSeconds
-from tinkex.engine.train.losses import Prepared
-from tinkex.engine.train.packing import Item, Pass, pack, pack_pieces
-from tinkex.engine.train.scoring import score
+from tinkex.engine.train.passes import Gathered, PassRunner
 from tinkex.engine.train.sharded_adapter import AdapterShards, ShardedAdapter
-from tinkex.engine.train.tasks import DIVERGED, TrainTask, check_job, collect, divergence, runs_of
+from tinkex.engine.train.tasks import DIVERGED, TrainTask, check_job, divergence
 from tinkex.errors import (
-    ConfigError,
     EngineError,
     InvalidInputError,
     ModelNotFoundError,
@@ -72,50 +61,6 @@ from tinkex.errors import (
 
 JobError = TinkerError
 """What `train` answers for a job that failed: an `EngineError` is ours, all others the caller's."""
-Gathered = dict[tuple[str, int], Tensor]
-"""Gradients by adapter and virtual shard, until they are settled."""
-TURN_S = 0.05
-"""How long traced losses of a pass may take before others get a turn."""
-_PIECE = 4096
-"""Tokens of a virtual shard whose gradients are added up in one product, in deterministic mode. A
-constant: another number gives other bits."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerConfig:
-    max_tokens: int = 2048
-    """Most tokens in one pass; longer batches are split, longer datums go alone."""
-    head_rows: int = 256
-    """Rows whose logits exist at the same time."""
-    activation_bytes: int = 3 << 29
-    """What a pass may keep for its backward; what does not fit is computed again there."""
-    loss_datum_s: float = traced.DATUM_S
-    """Most seconds on the traced loss of one datum, looked at between its steps."""
-    loss_job_s: float = traced.REQUEST_S
-    """Most seconds on the traced loss of a whole job."""
-    deterministic: bool = False
-    """A shard's bits never depend on what else is in the batch: where the decoder cannot promise it
-    for a packed pass, each datum gets one of its own."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "head_rows", "activation_bytes"):
-            if (value := getattr(self, name)) < 1:
-                raise ConfigError(f"trainer.{name} must be at least 1, got {value}")
-        for name in ("loss_datum_s", "loss_job_s"):
-            if (value := getattr(self, name)) <= 0:
-                raise ConfigError(f"trainer.{name} must be above 0, got {value}")
-
-    @staticmethod
-    def for_device(ops: Ops, *, deterministic: bool = False) -> TrainerConfig:
-        """Defaults that fit a device: a GPU takes larger passes and half of what it has free."""
-        if not ops.large_passes:
-            return TrainerConfig(deterministic=deterministic)
-        return TrainerConfig(
-            max_tokens=16384,
-            head_rows=2048,
-            activation_bytes=ops.free_bytes() // 2,
-            deterministic=deterministic,
-        )
 
 
 class Trainer:
@@ -142,11 +87,9 @@ class Trainer:
         # All ranks recompute, or none does.
         self.config = replace(config, activation_bytes=group.smallest(config.activation_bytes))
         self.adapters: dict[str, ResidentAdapter] = {}
-        self._after_pass = after_pass
+        self.passes = PassRunner(decoder, self.adapters, after_pass)
         # In a group adapters are made whole on the host, and then sharded.
         self._made_on = decoder.device if group.size == 1 else torch.device("cpu")
-        self._turn_given_at = 0.0
-        self._away_s = 0.0  # that others had in the middle of passes
 
     # ------------------------------------------------------------------------------- adapters
 
@@ -323,7 +266,7 @@ class Trainer:
                 self.find(job.adapter_id)
                 tasks[index] = task = check_job(job, limits, self._loss_seconds)
                 if task.budget is not None:
-                    task.budget.give_turn = self._give_turn
+                    task.budget.give_turn = self.passes.give_turn
             except TinkerError as error:
                 answers[index] = error
         gathered = self._run(list(tasks.values()))
@@ -450,8 +393,8 @@ class Trainer:
         reason = ""
         try:
             for config in (self.config, self._frugal):
-                run = partial(self._run_passes, tasks, config)
-                gathered, reason = self.group.attempt(run, partial(self._forget_passes, tasks))
+                run = partial(self.passes.run, tasks, config)
+                gathered, reason = self.group.attempt(run, partial(self.passes.forget, tasks))
                 if gathered is not None:
                     return gathered
         except RuntimeError as exc:
@@ -459,7 +402,7 @@ class Trainer:
                 raise  # the ranks may stand at different points: the group ends
             # Torch's own faults are RuntimeErrors too. No job has been committed yet, so every
             # adapter is as it was.
-            self._forget_passes(tasks)
+            self.passes.forget(tasks)
             return _given_up(tasks, str(exc), for_memory=False)
         return _given_up(tasks, reason, for_memory=True)
 
@@ -472,140 +415,6 @@ class Trainer:
             head_rows=max(1, self.config.head_rows // 8),
             activation_bytes=1,
         )
-
-    def _forget_passes(self, tasks: Sequence[TrainTask]) -> None:
-        for task in tasks:
-            task.restart()
-            resident = self.adapters[task.job.adapter_id]
-            for adapter in (resident.adapter, *resident.twins.values()):
-                adapter.drop_grad()
-        self.decoder.ops.empty_cache()
-
-    def _run_passes(self, tasks: Sequence[TrainTask], config: TrainerConfig) -> Gathered:
-        gathered: Gathered = {}
-        owners = list(dict.fromkeys(task.job.adapter_id for task in tasks))
-        shards = [task.shards if config.deterministic else () for task in tasks]
-        items = [
-            Item(
-                owners.index(task.job.adapter_id),
-                j,
-                d,
-                len(datum.tokens_T),
-                task.needs_backward(datum),
-                shards[j][d] if shards[j] else 0,
-            )
-            for j, task in enumerate(tasks)
-            for d, datum in enumerate(task.data)
-        ]
-        for batch in self._batches(items, config):
-            used: dict[tuple[str, int], Adapter] = {}
-            for one in batch:
-                began = self._turn_given_at = time.perf_counter()
-                away_s = self._away_s
-                with exactly(config.deterministic and self.decoder.ops.fills_rows):
-                    self._run_pass(one, tasks, owners, config)
-                took_s = time.perf_counter() - began - (self._away_s - away_s)
-                seconds_per_token = took_s / one.num_tokens
-                for item in one.items:
-                    tasks[item.job].seconds += seconds_per_token * item.length
-                    owner = owners[item.owner]
-                    used[owner, item.shard] = self._gatherer(owner, item.shard)
-                self._let_others()
-            for (owner, shard), adapter in used.items():
-                if adapter.grad is not None:
-                    gathered[owner, shard] = adapter.grad
-                    adapter.drop_grad()
-        return gathered
-
-    def _give_turn(self) -> None:
-        """Let others use the device in the middle of a pass whose traced losses take long.
-
-        The pass stays as it was packed, so its bits do. What others do is theirs: the adapters of
-        the pass are in use, and products of theirs are filled up or not as they ask for. A turn may
-        come in the middle of a backward, where autograd keeps no graphs. In a group nothing comes
-        between: the ranks would not do it at one point.
-        """
-        if self.group.size > 1:
-            return
-        began = time.perf_counter()
-        if began - self._turn_given_at < TURN_S:
-            return
-        with exactly(False), torch.enable_grad():
-            self._let_others()
-        self._turn_given_at = time.perf_counter()
-        self._away_s += self._turn_given_at - began
-
-    def _let_others(self) -> None:
-        """Let others use the device between two passes; their failures are not the pass's."""
-        with self.group.recoverable(False):
-            self._after_pass()
-
-    def _batches(self, items: Sequence[Item], config: TrainerConfig) -> Iterator[list[Pass]]:
-        """The passes, in batches between which no gradient has to wait for another.
-
-        Shards whose bits are their own in any company go side by side; else one after the other.
-        """
-        if not config.deterministic:
-            yield pack(items, max_tokens=config.max_tokens)
-        elif self.decoder.batch_invariant:
-            together = config.max_tokens if self.decoder.keeps_pieces_apart else 0
-            yield pack_pieces(items, piece_tokens=_PIECE, max_tokens=together)
-        else:
-            for shard in sorted({item.shard for item in items}):
-                mine = [item for item in items if item.shard == shard]
-                yield pack(mine, max_tokens=config.max_tokens, alone=True)
-
-    def _gatherer(self, owner: str, shard: int) -> Adapter:
-        """The adapter, or its twin, that a shard's gradients go to in this pass."""
-        resident = self.adapters[owner]
-        return resident.twin(shard) if self.decoder.batch_invariant else resident.adapter
-
-    def _run_pass(
-        self, one: Pass, tasks: Sequence[TrainTask], owners: Sequence[str], config: TrainerConfig
-    ) -> None:
-        decoder, device = self.decoder, self.decoder.device
-        exact = config.deterministic and decoder.ops.fills_rows
-        data = [tasks[item.job].data[item.datum] for item in one.items]
-        tokens_T = torch.cat([datum.tokens_T for datum in data]).to(device)
-        positions_T = torch.cat([torch.arange(item.length) for item in one.items]).to(device)
-        spans = [
-            AdapterSpan(start, stop, self._gatherer(owners[owner], shard))
-            for start, stop, owner, shard in one.spans()
-        ]
-        lora = LoraBatch(spans, apart=config.deterministic and decoder.keeps_pieces_apart)
-        runs = list(runs_of(one, tasks, device))
-        routing = _routing(decoder.config, data, device)
-        with torch.set_grad_enabled(one.backward):
-            hidden_TD = decoder.forward(
-                tokens_T,
-                positions_T,
-                PackedCausal(one.bounds, decoder.config.windows, exact=exact),
-                lora,
-                room=config.activation_bytes,
-                routing=routing,
-            )
-        if routing is not None and routing.chosen and decoder.config.experts is not None:
-            for item, (start, stop) in zip(one.items, pairwise(one.bounds), strict=True):
-                load = tasks[item.job].router_load
-                load.add(routing, slice(start, stop), decoder.config.experts.count)
-        if one.backward:
-            # After the forward: on a GPU the host does this while the device computes.
-            for span in lora.spans:
-                span.adapter.start_grad(decoder.leaf_keys)
-        dhidden_TD = score(
-            decoder,
-            hidden_TD,
-            [run for run, _ in runs],
-            lora,
-            backward=one.backward,
-            chunk_rows=config.head_rows,
-            after_traced=self._give_turn,
-        )
-        if dhidden_TD is not None and hidden_TD.requires_grad:
-            _Handed.apply(hidden_TD, dhidden_TD).backward()  # type: ignore[no-untyped-call]
-        for run, items in runs:
-            collect(run, items, tasks)
-        self.group.finish()
 
     def _settle(self, tasks: Mapping[int, TrainTask], gathered: Gathered) -> list[int]:
         """Commit the gradients of adapters whose jobs all succeeded; returns jobs to run again."""
@@ -642,35 +451,3 @@ def _given_up(tasks: Sequence[TrainTask], why: str, *, for_memory: bool) -> Gath
     for task in tasks:
         task.error = EngineError(f"the training pass failed: {why}{advice if for_memory else ''}")
     return {}
-
-
-class _Handed(torch.autograd.Function):
-    """A number whose gradient with respect to `hidden` is `dhidden`.
-
-    `hidden.backward(dhidden)` would do, but makes torch import sympy: seconds of a first step.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, dhidden_TD: Tensor) -> Tensor:
-        ctx.save_for_backward(dhidden_TD)
-        return hidden_TD.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        return ctx.saved_tensors[0], None
-
-
-def _routing(config: ModelConfig, data: Sequence[Prepared], device: torch.device) -> Routing | None:
-    """The record of a mixture's routers in a pass, with the experts that its datums prescribe."""
-    if (experts := config.routing) is None:
-        return None
-    if all(datum.experts_TLk is None for datum in data):
-        return Routing()
-    free = torch.tensor(NOT_RECORDED, dtype=torch.int16)
-    shape = experts.layers, experts.per_token
-    rows = [
-        free.expand(len(datum.tokens_T), *shape) if datum.experts_TLk is None else datum.experts_TLk
-        for datum in data
-    ]
-    given_LTk = torch.cat(rows).transpose(0, 1).contiguous().to(device)
-    return Routing(dict(zip(config.expert_layers, given_LTk, strict=True)))
