@@ -225,7 +225,8 @@ def test_a_missing_key_is_called_missing_and_a_wrong_one_wrong() -> None:
 
 def test_a_route_is_told_as_the_call_it_is_in_python() -> None:
     said = "No checkpoint 'x' that you may use. List yours with GET /checkpoints."
-    error = status_error(Call(method="GET", path="x"), json_reply({"detail": said}, 404))
+    body = {"detail": said, "listing": "checkpoints"}
+    error = status_error(Call(method="GET", path="x"), json_reply(body, 404))
     assert str(error).endswith("List yours with create_rest_client().list_user_checkpoints().")
 
 

@@ -29,11 +29,12 @@ _EXTRA_OF = {
     "huggingface_hub": "hub",
     "gguf": "gguf",
 }
-_COMMAND_OF = {
-    "GET /checkpoints": "`tinkex checkpoint list`",
-    "GET /training_runs": "`tinkex run list`",
-    "GET /sessions": "`tinkex session list`",
+_LISTING_COMMANDS = {
+    "checkpoints": "`tinkex checkpoint list`",
+    "training_runs": "`tinkex run list`",
+    "sessions": "`tinkex session list`",
 }
+"""The command for the listing that a refusal names."""
 
 
 _REQUEST = re.compile(r"^Error code: \d+ on [A-Z]+ \S+ - ")
@@ -70,10 +71,11 @@ def program() -> str:
 
 def _answer(exc: APIStatusError) -> str:
     """The server's words, without the request they answer."""
-    detail = exc.body.get("detail") if isinstance(exc.body, dict) else None
+    body = exc.body if isinstance(exc.body, dict) else {}
+    detail, listing = body.get("detail"), str(body.get("listing"))
     text = detail if isinstance(detail, str) and detail else _REQUEST.sub("", str(exc))
-    for route, command in _COMMAND_OF.items():
-        text = text.replace(route, command)
+    if listing in _LISTING_COMMANDS:
+        text = text.replace(f"GET /{listing}", _LISTING_COMMANDS[listing])
     if exc.status_code == 401 and not _has_key():
         return (
             "The server wants an API key and none is set: `tinkex auth login`, or TINKER_API_KEY."

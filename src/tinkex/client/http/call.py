@@ -76,12 +76,12 @@ _HINTS = {
 }
 
 
-# The server names its routes; whoever writes Python calls these.
-_CALL_OF = {
-    "GET /checkpoints": "create_rest_client().list_user_checkpoints()",
-    "GET /training_runs": "create_rest_client().list_training_runs()",
-    "GET /sessions": "create_rest_client().list_sessions()",
+_LISTING_CALLS = {
+    "checkpoints": "create_rest_client().list_user_checkpoints()",
+    "training_runs": "create_rest_client().list_training_runs()",
+    "sessions": "create_rest_client().list_sessions()",
 }
+"""The call in Python for the listing that a refusal names."""
 NO_KEY = "Set TINKER_API_KEY, or pass api_key."
 
 
@@ -92,8 +92,9 @@ def status_error(call: Call, reply: Reply, *, has_key: bool = True) -> APIStatus
     if detail is None:
         body = body if body is not None else reply.content.decode("utf-8", "replace")
         detail = orjson.dumps(body).decode() if isinstance(body, (dict, list)) else str(body)
-    for route, python in _CALL_OF.items():
-        detail = detail.replace(route, python)
+    listing = str(body.get("listing")) if isinstance(body, dict) else ""
+    if listing in _LISTING_CALLS:
+        detail = detail.replace(f"GET /{listing}", _LISTING_CALLS[listing])
     hint = _HINTS.get(reply.status, "")
     if reply.status == 401 and not has_key:
         detail, hint = "this server wants a key, and none was given.", NO_KEY

@@ -331,9 +331,8 @@ class Shelf:
 
 
 def absent(path: str) -> ApiError:
-    return ApiError(
-        404, f"No checkpoint {path!r} that you may use. List yours with GET /checkpoints."
-    )
+    text = f"No checkpoint {path!r} that you may use. List yours with GET /checkpoints."
+    return ApiError(404, text, listing="checkpoints")
 
 
 def _saved(checkpoint: Checkpoint) -> UsageCount:

@@ -1,7 +1,8 @@
 """How the server says no: one body shape for every failure.
 
     {"detail": what is wrong, the value and the fix, "code": a short stable name,
-     "category": "user" | "server", "path": the field, when one is to blame}
+     "category": "user" | "server", "path": the field, when one is to blame,
+     "listing": `checkpoints`, `training_runs` or `sessions`, when that route lists what exists}
 
 Every answer is plain JSON with a Content-Length and never compressed, because stock clients take a
 400 without one for a torn connection (contract 1.6). This module maps exceptions to answers; it
@@ -41,12 +42,14 @@ class ApiError(TinkerError):
         *,
         code: str = "",
         path: str = "",
+        listing: str = "",
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.api_code = code or _CODES.get(status, "error")
         self.path = path
+        self.listing = listing
         self.headers = dict(headers or {})
 
 
@@ -77,6 +80,7 @@ def problem(
     *,
     code: str = "",
     path: str = "",
+    listing: str = "",
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """The one error body as a response."""
@@ -87,6 +91,8 @@ def problem(
     }
     if path:
         body["path"] = path
+    if listing:
+        body["listing"] = listing
     return Response(
         orjson.dumps(body), status_code=status, media_type="application/json", headers=headers
     )
@@ -95,7 +101,14 @@ def problem(
 def response_for(exc: Exception) -> Response:
     """Map any exception to an answer. What we did not foresee is a 500 that names no internals."""
     if isinstance(exc, ApiError):
-        return problem(exc.status, str(exc), code=exc.api_code, path=exc.path, headers=exc.headers)
+        return problem(
+            exc.status,
+            str(exc),
+            code=exc.api_code,
+            path=exc.path,
+            listing=exc.listing,
+            headers=exc.headers,
+        )
     if isinstance(exc, InvalidInputError):
         return problem(400, str(exc), code=exc.code, path=exc.path)
     if isinstance(exc, ModelNotFoundError):

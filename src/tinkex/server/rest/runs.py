@@ -85,7 +85,8 @@ async def visible_run(store: Store, run_id: str, user: User, *, with_public: boo
         return model
     if model is not None and with_public and await store.call(store.models.has_public, run_id):
         return model
-    raise ApiError(404, f"No training run {run_id!r} of yours. List them with GET /training_runs.")
+    text = f"No training run {run_id!r} of yours. List them with GET /training_runs."
+    raise ApiError(404, text, listing="training_runs")
 
 
 async def _with_progress(service: Service, models: list[Model]) -> list[types.TrainingRun]:

@@ -100,7 +100,8 @@ async def trace_export(request: Request, user: CurrentUser, session_id: Text) ->
 async def owned_session(store: Store, session_id: str, user: User) -> Session:
     session = await store.call(store.sessions.get, session_id)
     if session is None or session.user_id != user.user_id:
-        raise ApiError(404, f"No session {session_id!r} of yours. List them with GET /sessions.")
+        text = f"No session {session_id!r} of yours. List them with GET /sessions."
+        raise ApiError(404, text, listing="sessions")
     return session
 
 
