@@ -41,7 +41,7 @@ __all__ = ["Event", "Span", "emit", "redact", "span", "subscribe"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened. `fields` holds plain values, already free of secrets."""
+    """Something that happened. `fields` holds plain values, already free of secrets."""
 
     name: str
     time_s: float

@@ -32,7 +32,7 @@ class Detokenizer:
         return text
 
     def end(self) -> str:
-        """What was held back, half characters included."""
+        """The text that was held back, half characters included."""
         text = self._new_text()
         self._before = self._given = len(self._tokens)
         return text
@@ -43,7 +43,10 @@ class Detokenizer:
 
 
 def pieces_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
-    """The text of each token; joined it is the whole. One amid a character has none."""
+    """The text of each token; joined they are the whole.
+
+    A token that ends inside a character has no text: the one that completes it has it all.
+    """
     detokenizer = Detokenizer(tokenizer)
     pieces = [detokenizer.feed([token]) for token in tokens]
     if pieces:

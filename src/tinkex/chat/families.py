@@ -21,7 +21,7 @@ __all__ = ["FAMILIES", "GENERIC", "ChatFamily", "Listening", "family_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """What to listen for in an answer."""
+    """The marks to look for in an answer: thoughts, calls, or neither."""
 
     prompt: str = ""
     """The text before the answer; some templates open the thinking in it."""
@@ -30,7 +30,7 @@ class Listening:
     thinking: bool = True
     """False: thoughts stay in the content, as the model wrote them."""
     tools: tuple[Tool, ...] = ()
-    """What was offered: where a call is bare text, the types of its arguments stand here."""
+    """The tools offered: where a call is bare text, the types of its arguments stand here."""
 
     @property
     def starts_thinking(self) -> bool:

@@ -207,7 +207,7 @@ def read_calls(body: str) -> list[ToolCall]:
 
 
 def call_of(item: Any) -> ToolCall | None:
-    """One call from its JSON; None when it is something else."""
+    """Read a tool call from its JSON; None when it is something else."""
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):
         return None
     arguments = item.get("arguments", item.get("parameters", {}))

@@ -58,7 +58,7 @@ class ChatRenderer:
         }
 
     def unread(self, options: Iterable[str]) -> set[str]:
-        """Those of the template's options that this one does not look at."""
+        """The given options that this model's template does not read."""
         return {name for name in options if name not in self._template}
 
     # ------------------------------------------------------------------------ out
@@ -85,11 +85,12 @@ class ChatRenderer:
                 refuses.
         """
         self._check(messages, num_known)
-        told = self._in_words(messages, tools)
+        # A template that knows no tools, or no thoughts, gets them as text of the messages.
+        worded = self._in_words(messages, tools)
         knows_tools = "tools" in self._template
         return render(
             self._template,
-            messages=[message.for_template() for message in told],
+            messages=[message.for_template() for message in worded],
             tools=[tool.for_template() for tool in tools] if knows_tools else None,
             special_tokens=self._special,
             add_generation_prompt=generate,
@@ -105,7 +106,7 @@ class ChatRenderer:
         is_ended: bool,
         **options: Any,
     ) -> str:
-        """What the template writes after an assistant's turn, up to where it speaks again.
+        """The text that the template puts between an assistant's turn and its next one.
 
         For a conversation that goes on from recorded tokens. A mark stands in for the turn's words,
         so it does not matter that templates rewrite earlier turns, or leave their thoughts out.
@@ -146,7 +147,7 @@ class ChatRenderer:
 
     @property
     def end_text(self) -> str:
-        """What a finished assistant's turn ends with."""
+        """The control token that ends a finished turn of the assistant."""
         if self._is_plain:
             return _PLAIN_END
         for end in self.family.ends:
@@ -209,17 +210,17 @@ class ChatRenderer:
     def message(
         self, tokens: Sequence[int], prompt: str = "", tools: Sequence[Tool] = ()
     ) -> Message:
-        """What the assistant said, apart from what it thought and which tools it called."""
-        said = str(self.tokenizer.decode(self.words(tokens)))
-        return whole(self.reader(prompt, tools=tools), said.removesuffix(_PLAIN_END))
+        """The assistant's message, with its thoughts and its tool calls kept apart."""
+        text = str(self.tokenizer.decode(self.words(tokens)))
+        return whole(self.reader(prompt, tools=tools), text.removesuffix(_PLAIN_END))
 
     # ------------------------------------------------------------------------ inside
 
     def _closings(self) -> list[str]:
-        """What may end an assistant's turn in the text of a conversation."""
+        """The texts that may end a turn of the assistant in a conversation."""
         listed = (*self.family.ends, *self.family.closings)
-        found = [end for end in listed if end in self._control]
-        return [*found, end] if (end := self.end_text) else found
+        closings = [end for end in listed if end in self._control]
+        return [*closings, end] if (end := self.end_text) else closings
 
     def _check(self, messages: Sequence[Message], num_known: int) -> None:
         for index, message in enumerate(messages):

@@ -110,7 +110,7 @@ class Checkpoints(StoredNoun):
         return {row[0]: (int(row[1]), int(row[2])) for row in self._rows(query)}
 
     def bytes_of(self, user_ids: Sequence[str]) -> dict[str, int]:
-        """What the checkpoints of each user weigh."""
+        """The total size of each user's checkpoints, in bytes."""
         query = (
             select(_table.c.user_id, func.sum(_table.c.size_bytes))
             .where(_table.c.user_id.in_(user_ids), _alive(None))
@@ -125,7 +125,7 @@ class Checkpoints(StoredNoun):
         return [(row[0], row[1], int(row[2])) for row in self._rows(query)]
 
     def expired(self, now: float | None = None) -> list[Checkpoint]:
-        """What the sweeper should delete, folders first listed, rows still present."""
+        """The checkpoints whose time is over, for the sweeper to delete."""
         now = time.time() if now is None else now
         return self._all(Checkpoint, select(_table).where(_table.c.expires_at <= now))
 
@@ -177,7 +177,7 @@ class CheckpointNames(StoredNoun):
 
 
 class Audit(StoredNoun):
-    """What users did, and what was done to them, as `<resource>_<action>` events."""
+    """The audit log: what users did, and what was done to them, as `<resource>_<action>` events."""
 
     def record(self, user_id: str, event: str, details: dict[str, Any]) -> None:
         """Write an entry. Does not wait for the commit."""

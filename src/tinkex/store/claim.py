@@ -62,7 +62,7 @@ class FileLock:
         return True
 
     def holder(self) -> str:
-        """Who holds it, in words."""
+        """The process that holds the lock, in words."""
         if self._file is None:
             return ""
         self._file.seek(0)
@@ -75,7 +75,7 @@ class FileLock:
 
 
 class Claim:
-    """Held from `take` to `release`."""
+    """The locks that make this process the only server of a database and a data folder."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -92,10 +92,10 @@ class Claim:
         deadline = time.monotonic() + timeout_s
         if data_dir is not None and self._folder_lock is None:
             self._folder_lock = FileLock(data_dir / LOCK_FILE)
-        while (held := self._try(data_dir)) is not None:
+        while (other := self._try(data_dir)) is not None:
             if time.monotonic() > deadline:
                 raise InUseError(
-                    f"Another server uses {held}. "
+                    f"Another server uses {other}. "
                     "Stop it, or use it (TINKER_BASE_URL names its address), or give this one its "
                     "own --data-dir, --database or TINKEX_HOME."
                 )
@@ -116,7 +116,7 @@ class Claim:
             self._connection = None
 
     def _try(self, data_dir: Path | None) -> str | None:
-        """What another one holds; None when all is ours."""
+        """Try all locks: the one that another process holds, or None if we hold them all."""
         if self._folder_lock is not None and not self._folder_lock.try_take():
             return f"the data folder {data_dir}{self._folder_lock.holder()}"
         if self._engine.dialect.name == "postgresql":
@@ -147,17 +147,19 @@ class FencedError(TinkerError, RuntimeError):
 
 
 class Fence:
+    """The epoch of one claim, which ends when another server claims the database."""
+
     def __init__(self, engine: Engine) -> None:
-        """Raise the epoch: every fence before this one is down."""
+        """Raise the epoch: every fence before this one refuses from now on."""
         with engine.begin() as connection:
             connection.execute(insert_or_ignore(connection, schema.meta), _first())
-            query = select(schema.meta.c.value).where(_epoch_row).with_for_update()
-            self.epoch = int(connection.execute(query).scalar_one()) + 1
+            current = select(schema.meta.c.value).where(_epoch_row).with_for_update()
+            self.epoch = int(connection.execute(current).scalar_one()) + 1
             raised = update(schema.meta).where(_epoch_row).values(value=str(self.epoch))
             connection.execute(raised)
         # Every transaction asks this, so it is compiled once.
-        asked = select(schema.meta.c.value).where(_epoch_row).with_for_update(read=True)
-        self._query = str(asked.compile(engine, compile_kwargs={"literal_binds": True}))
+        query = select(schema.meta.c.value).where(_epoch_row).with_for_update(read=True)
+        self._query = str(query.compile(engine, compile_kwargs={"literal_binds": True}))
 
     def check(self, connection: Connection) -> None:
         """To be called first in a transaction.
@@ -165,10 +167,10 @@ class Fence:
         Raises:
             FencedError: The epoch is another's.
         """
-        found = connection.exec_driver_sql(self._query).scalar()
-        if found != str(self.epoch):
+        epoch = connection.exec_driver_sql(self._query).scalar()
+        if epoch != str(self.epoch):
             raise FencedError(
-                f"Another server took over this database (epoch {found}, this one has "
+                f"Another server took over this database (epoch {epoch}, this one has "
                 f"{self.epoch}). This one stops; what it accepted is the other's now."
             )
 

@@ -35,11 +35,11 @@ class Folders(StoredNoun):
         return set(self._scalars(union(own, *listed)))
 
     def deleted(self) -> list[str]:
-        """What may be removed from disk: noted as deleted, and no row points at it."""
+        """Folders to remove from disk: noted as deleted, and no row points at them."""
         noted = self._scalars(select(_deleted.c.folder))
         known = self.known() if noted else set()
         return [folder for folder in noted if folder not in known]
 
     def removed(self, folder: str) -> None:
-        """It is gone from disk; the note may go too."""
+        """Forget a folder that is gone from disk."""
         self._write(_deleted.delete().where(_deleted.c.folder == folder))

@@ -138,7 +138,7 @@ class Models(StoredNoun):
     def set_lora(
         self, model_id: str, lora: dict[str, Any], optimizer_config: dict[str, Any]
     ) -> None:
-        """What a checkpoint that was loaded into the run turned out to be."""
+        """Note the shape and optimizer of the checkpoint that was loaded into the run."""
         self._set(model_id, {"lora": lora, "optimizer_config": optimizer_config})
 
     def set_base(self, model_id: str, fingerprint: str) -> None:

@@ -52,7 +52,7 @@ class StoredNoun:
         return self._all(kind, query), int(total)
 
     def _rows(self, query: Any) -> list[Any]:
-        """What is no record: rows as tuples."""
+        """The rows of a query as tuples, for queries whose rows are no record."""
         with self._reader.connect() as connection:
             return list(connection.execute(query))
 

@@ -274,7 +274,7 @@ class CheckpointName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryAnswer:
-    """One sampled answer of a recorded conversation; arrays are little-endian bytes."""
+    """A sampled answer of a recorded conversation; arrays are little-endian bytes."""
 
     answer_id: int = 0
     """Given by the store."""

@@ -16,7 +16,7 @@ log = logging.getLogger("tinkex.store")
 
 
 class SampleLedger:
-    """One short line per event, written through to the kernel.
+    """A file with one short line per event, written through to the kernel.
 
     A killed process loses nothing, and a power cut loses promises nobody can still wait for.
     """

@@ -60,7 +60,7 @@ class Sampling(StoredNoun):
     def ephemeral_of_ended(
         self, ended_before: float, silent_before: float
     ) -> list[SamplingSession]:
-        """Those with a folder of their own whose session is over, or silent for very long."""
+        """Samplers with their own folder whose session is over, or silent for very long."""
         sessions = schema.sessions
         seen_at = sessions.c.last_heartbeat
         is_over = and_(sessions.c.status_type != "active", seen_at < ended_before)
@@ -73,17 +73,17 @@ class Sampling(StoredNoun):
         return self._all(SamplingSession, query)
 
     def unnamed_of(self, model_id: str) -> list[SamplingSession]:
-        """Those of a run that have a folder of their own, oldest first."""
+        """Samplers of a run that have a folder of their own, oldest first."""
         own = (_table.c.model_id == model_id, _table.c.folder.is_not(None))
         return self._all(SamplingSession, select(_table).where(*own).order_by(_table.c.created_at))
 
     def forget_folder(self, sampling_session_id: str) -> None:
         """Let an ephemeral folder be removed; sampling from it can only say so."""
-        one = _table.c.sampling_session_id == sampling_session_id
+        same = _table.c.sampling_session_id == sampling_session_id
 
         def write(connection: Connection) -> None:
-            folder = connection.execute(select(_table.c.folder).where(one)).scalar()
-            connection.execute(update(_table).where(one).values(folder=None, ephemeral=True))
+            folder = connection.execute(select(_table.c.folder).where(same)).scalar()
+            connection.execute(update(_table).where(same).values(folder=None, ephemeral=True))
             if folder is not None:
                 note_deleted(connection, folder)
 

@@ -24,7 +24,7 @@ FORGET_AT_ONCE = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionQuery:
-    """What a search asks for; all given conditions must hold, except that id and name are OR-ed."""
+    """The conditions of a search; all that are given must hold, but either of id and name."""
 
     user_ids: Sequence[str] | None = None
     """None: every user."""

@@ -38,7 +38,7 @@ _USERS: dict[UsedBy, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
-    """What one user, key or run used; the other of `key_id` and `model_id` says nothing."""
+    """The use of one user, key or run; the other of `key_id` and `model_id` says nothing."""
 
     user_id: str
     key_id: int = 0
@@ -103,7 +103,7 @@ class Usage(StoredNoun):
         return [_usage_row(row._mapping) for row in self._rows(query)]
 
     def tokens(self, start: float) -> dict[str, float]:
-        """What everybody used in the buckets that end after `start`, by kind."""
+        """The tokens of all users in the buckets that end after `start`, by kind."""
         query = (
             select(_table.c.kind, func.sum(_table.c.count))
             .where(_table.c.bucket_start > int(start) - BUCKET_S, _table.c.kind.in_(TOKEN_KINDS))
@@ -112,7 +112,7 @@ class Usage(StoredNoun):
         return {row[0]: float(row[1]) for row in self._rows(query)}
 
     def used(self, by: UsedBy, start: float, limit: int) -> list[Used]:
-        """What each user, key or run used in the buckets that end after `start`.
+        """The use of each user, key or run in the buckets that end after `start`.
 
         Most time of the device first; where that is equal, most of everything.
         """
