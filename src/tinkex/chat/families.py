@@ -65,14 +65,14 @@ def _tagged_calls(body: str, tools: Sequence[Tool]) -> list[ToolCall]:
     A value that is JSON other than a text (a number, a list, true) is taken as that, which is how
     the template writes them, unless the tool declares a text.
     """
-    found = _FUNCTION.fullmatch(body)
-    if found is None:
+    match = _FUNCTION.fullmatch(body)
+    if match is None:
         return []
-    texts = {name for tool in tools if tool.name == found[1] for name in tool.text_arguments()}
+    texts = {name for tool in tools if tool.name == match[1] for name in tool.text_arguments()}
     arguments = {
-        key: text if key in texts else _value(text) for key, text in _PARAMETER.findall(found[2])
+        key: text if key in texts else _value(text) for key, text in _PARAMETER.findall(match[2])
     }
-    return [ToolCall(name=found[1], arguments=json.dumps(arguments, ensure_ascii=False))]
+    return [ToolCall(name=match[1], arguments=json.dumps(arguments, ensure_ascii=False))]
 
 
 def _value(text: str) -> object:

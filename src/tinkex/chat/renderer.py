@@ -243,21 +243,21 @@ class ChatRenderer:
 
     def _in_words(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
         """The messages, with what the template does not know written out."""
-        told = list(messages)
+        worded = list(messages)
         if "developer" not in self._template:
-            told = [replace(m, role="system") if m.role == "developer" else m for m in told]
+            worded = [replace(m, role="system") if m.role == "developer" else m for m in worded]
         if tools and "tools" not in self._template:
             listed = "\n".join(json.dumps(tool.for_template()) for tool in tools)
             words = _TOOLS % listed
-            if told and told[0].role == "system":
-                told[0] = replace(told[0], content=f"{told[0].content}\n\n{words}".strip())
+            if worded and worded[0].role == "system":
+                worded[0] = replace(worded[0], content=f"{worded[0].content}\n\n{words}".strip())
             else:
-                told.insert(0, Message(role="system", content=words))
+                worded.insert(0, Message(role="system", content=words))
         if "tool_calls" not in self._template:
-            told = [_calls_in_words(message) for message in told]
+            worded = [_calls_in_words(message) for message in worded]
         if not any(word in self._template for word in ("reasoning_content", "thinking")):
-            told = [_thoughts_in_words(message) for message in told]
-        return told
+            worded = [_thoughts_in_words(message) for message in worded]
+        return worded
 
 
 def _marked(message: Message, mark: str) -> Message:

@@ -41,12 +41,12 @@ class FastTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text as it stands; no chat template."""
         if len(text) < LONG_TEXT:
-            found = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            encoding = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:  # of the calls of the library only those for batches let other threads run
-            (found,) = self.backend_tokenizer.encode_batch_fast(
+            (encoding,) = self.backend_tokenizer.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
-        ids: list[int] = found.ids
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:

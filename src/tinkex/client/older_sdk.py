@@ -5,6 +5,10 @@ value; from 0.38 on every call gives a future. Programs of both ages run here, s
 `f().result()` and `f()` used as its result all work: `DirectFuture` passes whatever a future does
 not have on to its result, and `isinstance` sees both. No other module disguises an object.
 
+A client that opens lazily and can be awaited would not do: some of these results are plain messages
+and tokenizers of other libraries, a program may ask `isinstance` for either kind, and an error has
+to be raised where the call is made. Code of our own awaits such a call or takes its `result()`.
+
 Outside an event loop such a call waits before it returns, so that an error is raised at the line
 that caused it, where programs catch it. Inside one it returns at once and is awaited.
 """
@@ -39,10 +43,10 @@ class DirectFuture(APIFuture[T]):
     @classmethod
     def of(cls, behind: APIFuture[T], name: str, kind: type[T] | None = None) -> Self:
         """The answer of the method `name`. Waits outside an event loop."""
-        made = cls(behind, name, kind)
+        future = cls(behind, name, kind)
         if not is_in_loop():
-            made.result()
-        return made
+            future.result()
+        return future
 
     def _end_like(self, behind: concurrent.futures.Future[T]) -> None:
         if behind.cancelled():

@@ -59,10 +59,10 @@ def load_tokenizer(
             lock = _loading.setdefault(name, threading.Lock())
         with lock:
             if name not in _cache:
-                found = _load(name, trust_remote_code)
-                if found is None:
+                tokenizer = _load(name, trust_remote_code)
+                if tokenizer is None:
                     continue
-                _cache[name] = found
+                _cache[name] = tokenizer
             return _cache[name]
     raise ModelNotFoundError(
         f"No tokenizer for {model_name!r}: tried {', '.join(map(repr, ids))} as a folder, in "
@@ -130,11 +130,11 @@ def _load(name: str, trust_remote_code: bool) -> Any:
 
 
 def _local_folder(name: str) -> Path | None:
-    given = Path(name).expanduser()
+    path = Path(name).expanduser()
     # Converted models carry their quantisation and layout in the name: NAME-q4_1-v1 is NAME-Q4.
-    stem = _QUANTIZED.sub("", given.name)
+    stem = _QUANTIZED.sub("", path.name)
     cached = sorted(_model_cache().glob(f"{glob.escape(stem)}-q[0-9]*-v[0-9]*"))
-    for folder in (given, *reversed(cached)):
+    for folder in (path, *reversed(cached)):
         if any((folder / file).is_file() for file in _FILES):
             return folder
     return None

@@ -97,8 +97,10 @@ def check_routed_experts(data: Sequence[types.Datum], honoured: bool) -> None:
 
 def has_signal(data: Sequence[types.Datum]) -> bool:
     """False when the datums have advantages and every one of them is zero."""
-    given = [datum.loss_fn_inputs.get("advantages") for datum in data]
-    return not given or any(tensor is None or bool(tensor.array.any()) for tensor in given)
+    advantages = [datum.loss_fn_inputs.get("advantages") for datum in data]
+    return not advantages or any(
+        tensor is None or bool(tensor.array.any()) for tensor in advantages
+    )
 
 
 def _is_text(model_input: types.ModelInput) -> bool:

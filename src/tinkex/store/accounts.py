@@ -41,8 +41,8 @@ class Accounts(StoredNoun):
         return user
 
     def get_user(self, user_id: str) -> User | None:
-        found = self._first(User, select(_users).where(_users.c.user_id == user_id))
-        return None if found is None else _with_quotas(found)
+        user = self._first(User, select(_users).where(_users.c.user_id == user_id))
+        return None if user is None else _with_quotas(user)
 
     def users(self, limit: int, offset: int = 0, *, search: str = "") -> tuple[list[User], int]:
         """A page of all users in the order of their ids, and how many there are.
@@ -50,8 +50,8 @@ class Accounts(StoredNoun):
         With `search` only those whose id has it as a part, in whatever case.
         """
         where = [_users.c.user_id.icontains(search, autoescape=True)] if search else []
-        found, total = self._page(User, _users, where, [_users.c.user_id], limit, offset)
-        return [_with_quotas(user) for user in found], total
+        users, total = self._page(User, _users, where, [_users.c.user_id], limit, offset)
+        return [_with_quotas(user) for user in users], total
 
     def disable(self, user_id: str, at: float | None) -> None:
         """Refuse a user from a moment on; None lets it in again."""
@@ -87,9 +87,9 @@ class Accounts(StoredNoun):
                 connection.execute(insert(_keys), row)
 
         self._writer.run(write)
-        found = self.find_key(key)
-        assert found is not None
-        return found
+        known_key = self.find_key(key)
+        assert known_key is not None
+        return known_key
 
     def find_key(self, key: str) -> ApiKey | None:
         """The record of a key that is not revoked."""

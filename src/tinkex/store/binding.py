@@ -94,9 +94,9 @@ def _give_id(engine: Engine) -> str:
     row = {"name": _NAME, "value": uuid.uuid4().hex}
     with engine.begin() as connection:
         connection.execute(insert_or_ignore(connection, schema.meta), row)
-    found = database_id(engine)
-    assert found is not None
-    return found
+    known_id = database_id(engine)
+    assert known_id is not None
+    return known_id
 
 
 def _num_folders(engine: Engine) -> int:

@@ -54,11 +54,11 @@ class RunFilter:
     """`newest`, `oldest` or `active`."""
 
     def conditions(self) -> list[ColumnElement[bool]]:
-        found = []
+        conditions = []
         sessions = schema.sessions
         if self.search:
             named = sessions.c.display_name.icontains(self.search, autoescape=True)
-            found.append(
+            conditions.append(
                 or_(
                     *(column.icontains(self.search, autoescape=True) for column in _SEARCHED),
                     _of_sessions(named),
@@ -67,14 +67,14 @@ class RunFilter:
         if self.tag:
             # The list is stored as JSON text; quotes around make it the whole tag.
             text = orjson.dumps(self.tag).decode()
-            found.append(
+            conditions.append(
                 _of_sessions(cast(sessions.c.tags, String).contains(text, autoescape=True))
             )
         if self.base_model:
-            found.append(_table.c.base_model == self.base_model)
+            conditions.append(_table.c.base_model == self.base_model)
         if self.status:
-            found.append(self._status())
-        return found
+            conditions.append(self._status())
+        return conditions
 
     def _status(self) -> ColumnElement[bool]:
         is_busy = _table.c.model_id.in_(self.busy)

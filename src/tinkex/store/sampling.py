@@ -44,10 +44,10 @@ class Sampling(StoredNoun):
 
     def join(self, sampling_session_id: str) -> int:
         """The number of one more client of the sampling session: 1, 2, ..."""
-        one = _table.c.sampling_session_id == sampling_session_id
+        same = _table.c.sampling_session_id == sampling_session_id
 
         def write(connection: Connection) -> int:
-            statement = update(_table).where(one).values(num_clients=_table.c.num_clients + 1)
+            statement = update(_table).where(same).values(num_clients=_table.c.num_clients + 1)
             row = connection.execute(statement.returning(_table.c.num_clients)).one()
             return int(row.num_clients) - 1
 

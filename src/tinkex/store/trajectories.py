@@ -29,11 +29,11 @@ class Trajectories(StoredNoun):
             del row["answer_id"]  # the database gives it
 
         def write(connection: Connection) -> list[int]:
-            made = []
+            numbers = []
             for row in rows:
                 statement = insert(_table).values(row).returning(_table.c.answer_id)
-                made.append(int(connection.execute(statement).scalar_one()))
-            return made
+                numbers.append(int(connection.execute(statement).scalar_one()))
+            return numbers
 
         return self._writer.run(write)
 

@@ -110,9 +110,9 @@ class AdminClient(Caller):
     stop_run_async = awaited(stop_run)
 
     def _stop(self, method: str, reason: str, **ids: str) -> APIFuture[StopWorkResponse]:
-        asked = StopWorkRequest(reason=reason)
+        request = StopWorkRequest(reason=reason)
         parts = {name: _part(value, name) for name, value in ids.items()}
-        return self._ask(method, f"admin_{method}", asked, **parts)
+        return self._ask(method, f"admin_{method}", request, **parts)
 
 
 def _part(value: str, name: str) -> str:

@@ -404,8 +404,8 @@ def _all(page_at: Callable[[int], APIFuture[Any]], rows: str) -> Iterator[Any]:
     offset = 0
     while True:
         page = page_at(offset).result()
-        found = getattr(page, rows)
-        yield from found
-        offset += len(found)
-        if not found or page.cursor is None or offset >= page.cursor.total_count:
+        page_rows = getattr(page, rows)
+        yield from page_rows
+        offset += len(page_rows)
+        if not page_rows or page.cursor is None or offset >= page.cursor.total_count:
             return

@@ -328,10 +328,12 @@ def _told_in_words(repo_id: str) -> Iterator[None]:
         # Which HTTP library the hub's uses changes with its version; Python's own errors are ours.
         if kind.__module__ == "builtins" and not isinstance(exc, OSError):
             raise
-        said = next((line.strip() for line in str(exc).splitlines() if line.strip()), kind.__name__)
+        reason = next(
+            (line.strip() for line in str(exc).splitlines() if line.strip()), kind.__name__
+        )
         raise HubError(
-            f"{repo_id!r} was not pushed: {said[:300]}. Check the network and your token (`hf auth "
-            "login`), then run it again; the checkpoint itself is untouched."
+            f"{repo_id!r} was not pushed: {reason[:300]}. Check the network and your token "
+            "(`hf auth login`), then run it again; the checkpoint itself is untouched."
         ) from exc
 
 
@@ -361,12 +363,12 @@ def _for_the_hub(source: Path, repo_id: str, *, card: bool) -> Iterator[Path]:
 def _manifest(file: Path) -> dict[str, Any] | None:
     """The adapter's manifest (fingerprint of its base and so on), or None if it has none."""
     try:
-        found = json.loads(file.read_bytes())
+        manifest = json.loads(file.read_bytes())
     except (OSError, ValueError):
         return None
-    if not isinstance(found, dict):
+    if not isinstance(manifest, dict):
         return None
-    return {**found, "has_optimizer": False, "has_gradients": False}  # they stay here
+    return {**manifest, "has_optimizer": False, "has_gradients": False}  # they stay here
 
 
 def _card(source: Path, repo_id: str) -> str:

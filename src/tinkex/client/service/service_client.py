@@ -116,8 +116,8 @@ class ServiceClient:
         holder = self._sessionless()
         call = Call.to("get_server_capabilities")
         kind = types.GetServerCapabilitiesResponse
-        asked = holder.spawn(lambda waiting: holder.ask(call, kind, waiting))
-        return DirectFuture.of(asked, "get_server_capabilities", kind)
+        future = holder.spawn(lambda waiting: holder.ask(call, kind, waiting))
+        return DirectFuture.of(future, "get_server_capabilities", kind)
 
     get_server_capabilities_async = awaited(get_server_capabilities)
 
@@ -128,8 +128,8 @@ class ServiceClient:
         """
         holder = self._sessionless()
         call = Call.to("get_trajectory", ids={"trajectory_id": quote(trajectory_id, safe="")})
-        asked = holder.spawn(lambda waiting: holder.ask(call, types.Trajectory, waiting))
-        return DirectFuture.of(asked, "trajectories", types.Trajectory)
+        future = holder.spawn(lambda waiting: holder.ask(call, types.Trajectory, waiting))
+        return DirectFuture.of(future, "trajectories", types.Trajectory)
 
     trajectories_async = awaited(trajectories)
 
@@ -179,12 +179,12 @@ class ServiceClient:
             train_attn=train_attn,
         )
         holder = self.holder
-        made = holder.spawn(
+        future = holder.spawn(
             lambda waiting: create_model(
                 holder, base_model, lora, user_metadata, optimizer, waiting
             )
         )
-        return TrainingClientFuture.of(made, "create_lora_training_client", TrainingClient)
+        return TrainingClientFuture.of(future, "create_lora_training_client", TrainingClient)
 
     create_lora_training_client_async = awaited(create_lora_training_client)
 
@@ -232,8 +232,8 @@ class ServiceClient:
     def _from_state(self, name: str, **asked: Any) -> TrainingClientFuture:
         validation.check_tinker_path(asked["path"], name="path")
         wanted, holder = types.LoadWeightsRequest(**asked), self.holder
-        made = holder.spawn(lambda waiting: create_from_state(holder, wanted, waiting))
-        return TrainingClientFuture.of(made, name, TrainingClient)
+        future = holder.spawn(lambda waiting: create_from_state(holder, wanted, waiting))
+        return TrainingClientFuture.of(future, name, TrainingClient)
 
     # -- sampling
 
@@ -247,14 +247,14 @@ class ServiceClient:
         """Sample from a saved checkpoint or from a base model, by default the ServiceClient's."""
         if model_path is None and base_model is None:
             base_model = self.config.model
-        made = SamplingClient.create(
+        future = SamplingClient.create(
             self.holder,
             model_path=model_path,
             base_model=base_model,
             retry_config=retry_config,
             record_stability_info=record_stability_info,
         )
-        return SamplingClientFuture.of(made, "create_sampling_client", SamplingClient)
+        return SamplingClientFuture.of(future, "create_sampling_client", SamplingClient)
 
     create_sampling_client_async = awaited(create_sampling_client)
 

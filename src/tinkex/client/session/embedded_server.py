@@ -161,19 +161,19 @@ def _serving(folder: Path, env: Mapping[str, str], model: str | None, key: str) 
     """The address of a `tinkex serve` of this user that would do; says so when it is used."""
     wanted = model or DEFAULT_MODEL
     for file in sorted((folder / SERVING).glob("*.json")):
-        found = read_record(file)
+        record = read_record(file)
         fits = (
-            found.get("engine") == (env.get("TINKEX_LOCAL_ENGINE") or "torch")
-            and found.get("needs_key") is False
-            and wanted in found.get("models", ())
+            record.get("engine") == (env.get("TINKEX_LOCAL_ENGINE") or "torch")
+            and record.get("needs_key") is False
+            and wanted in record.get("models", ())
         )
-        base_url = str(found.get("base_url", ""))
+        base_url = str(record.get("base_url", ""))
         # A killed server leaves its file; the next one that starts removes it.
-        if fits and is_alive(found.get("pid")) and _answers(base_url, key):
+        if fits and is_alive(record.get("pid")) and _answers(base_url, key):
             logger.warning(
                 "Using your server at %s (`tinkex serve`, process %s), which has %s.",
                 base_url,
-                found.get("pid"),
+                record.get("pid"),
                 wanted,
             )
             return base_url

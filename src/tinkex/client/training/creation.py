@@ -30,8 +30,8 @@ async def create_model(
         optimizer_config=optimizer or types.AdamOptimizerConfig(),
     )
     kind = types.CreateModelResponse
-    made = await holder.promised("create_model", request, kind, waiting, window=False)
-    return TrainingClient(holder, number, made.model_id, base_model)
+    created = await holder.promised("create_model", request, kind, waiting, window=False)
+    return TrainingClient(holder, number, created.model_id, base_model)
 
 
 async def create_from_state(

@@ -127,10 +127,10 @@ def create_custom_loss(
         )
         try:
             kind = types.CreateCustomLossResponse
-            made = await holder.promised("create_custom_loss", request, kind, waiting)
+            created = await holder.promised("create_custom_loss", request, kind, waiting)
         except BaseException:
             del holder.session.custom_losses[handle.key]
             raise
-        return replace(handle, loss_id=made.loss_id)
+        return replace(handle, loss_id=created.loss_id)
 
     return holder.spawn(create)

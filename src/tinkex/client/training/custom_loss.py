@@ -96,16 +96,16 @@ def finish(output: ForwardBackwardOutput, made: Surrogate) -> ForwardBackwardOut
 
 def output_logprobs(output: ForwardBackwardOutput, num_data: int) -> list[TensorData]:
     """The logprobs of a forward pass, one per datum."""
-    found = [outputs.get("logprobs") for outputs in output.loss_fn_outputs]
-    missing = next((i for i, value in enumerate(found) if value is None), None)
-    if missing is not None or len(found) != num_data:
-        where = f"output {missing}" if missing is not None else f"{len(found)} outputs"
+    logprobs = [outputs.get("logprobs") for outputs in output.loss_fn_outputs]
+    missing = next((i for i, value in enumerate(logprobs) if value is None), None)
+    if missing is not None or len(logprobs) != num_data:
+        where = f"output {missing}" if missing is not None else f"{len(logprobs)} outputs"
         raise InvalidInputError(
             f"expected logprobs for each of {num_data} datums, got {where} without them; "
             "the server does not return what a custom loss needs.",
             path="loss_fn_outputs",
         )
-    return [value for value in found if value is not None]
+    return [value for value in logprobs if value is not None]
 
 
 def logprob_gradients(

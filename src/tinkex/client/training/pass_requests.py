@@ -36,9 +36,9 @@ def pass_parts(
     for chunk in chunking.split(data, limits):
         # 0.4.1 tells "no config" from "a null config", so None is not passed on.
         config = () if loss_fn_config is None else (loss_fn_config,)
-        asked = types.ForwardBackwardInput(chunk, loss_fn, *config)
+        batch = types.ForwardBackwardInput(chunk, loss_fn, *config)
         size_bytes = sum(map(chunking.datum_size, chunk))
-        parts.append(CallPart(_pass_encoder(flags, model_id, asked, forward_only), size_bytes))
+        parts.append(CallPart(_pass_encoder(flags, model_id, batch, forward_only), size_bytes))
     return parts
 
 

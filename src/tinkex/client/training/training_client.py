@@ -245,8 +245,8 @@ class TrainingClient:
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsResponse]:
         """Save weights and optimizer under `tinker://MODEL/weights/NAME`, to resume from later."""
-        asked = {"overwrite": overwrite, "user_metadata": user_metadata}
-        return self._save_as("save_weights", types.SaveWeightsResponse, name, ttl_seconds, asked)
+        options = {"overwrite": overwrite, "user_metadata": user_metadata}
+        return self._save_as("save_weights", types.SaveWeightsResponse, name, ttl_seconds, options)
 
     save_state_async = submitted(save_state)
 
@@ -257,8 +257,8 @@ class TrainingClient:
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
         """Save weights under `tinker://MODEL/sampler_weights/NAME`, to sample from."""
-        kind, asked = types.SaveWeightsForSamplerResponse, {"user_metadata": user_metadata}
-        return self._save_as("save_weights_for_sampler", kind, name, ttl_seconds, asked)
+        kind, options = types.SaveWeightsForSamplerResponse, {"user_metadata": user_metadata}
+        return self._save_as("save_weights_for_sampler", kind, name, ttl_seconds, options)
 
     save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
@@ -269,9 +269,9 @@ class TrainingClient:
         age_encryption_recipients: list[str] | None = None,
     ) -> APIFuture[types.SaveWeightsExternalResponse]:
         """Export weights for download, encrypted to the given age recipients if there are any."""
-        asked = {"age_encryption_recipients": age_encryption_recipients}
+        options = {"age_encryption_recipients": age_encryption_recipients}
         kind = types.SaveWeightsExternalResponse
-        return self._save_as("save_weights_external", kind, name, ttl_seconds, asked)
+        return self._save_as("save_weights_external", kind, name, ttl_seconds, options)
 
     save_weights_external_async = submitted(save_weights_external)
 
@@ -328,8 +328,10 @@ class TrainingClient:
 
         The snapshot is unnamed and lives as long as the session; `name` has no effect.
         """
-        made = self._snapshot(name, retry_config, record_stability_info)
-        return SamplingClientFuture.of(made, "save_weights_and_get_sampling_client", SamplingClient)
+        future = self._snapshot(name, retry_config, record_stability_info)
+        return SamplingClientFuture.of(
+            future, "save_weights_and_get_sampling_client", SamplingClient
+        )
 
     save_weights_and_get_sampling_client_sync = save_weights_and_get_sampling_client
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
@@ -380,8 +382,8 @@ class TrainingClient:
         record_stability_info: bool = False,
     ) -> SamplingClientFuture:
         """Sample from a saved checkpoint."""
-        made = self._sampler(model_path, retry_config, record_stability_info)
-        return SamplingClientFuture.of(made, "create_sampling_client", SamplingClient)
+        future = self._sampler(model_path, retry_config, record_stability_info)
+        return SamplingClientFuture.of(future, "create_sampling_client", SamplingClient)
 
     create_sampling_client_async = awaited(create_sampling_client)
 
@@ -429,10 +431,10 @@ class TrainingClient:
 
     def get_tokenizer(self) -> DirectFuture[Any]:
         """The tokenizer of the base model; the first call may download it."""
-        asked = self._info()
+        pending_info = self._info()
 
         async def load(waiting: Waiting) -> Any:
-            info = await asked
+            info = await pending_info
             name = info.model_data.model_name or info.model_name or ""
             tokenizer_id = info.model_data.tokenizer_id
             return await asyncio.to_thread(load_tokenizer, name, tokenizer_id=tokenizer_id)
