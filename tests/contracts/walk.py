@@ -264,7 +264,7 @@ def measure(folder: Path) -> Recorder:
 
     def train_then_wait(self: ToyEngine, job: Any) -> Any:
         result = train(self, job)
-        promises = apps[0].state.service.promises
+        promises = apps[0].state.dependencies.service.promises
         held = promises.get(job.job_id.partition("#")[0])
         _until(lambda: held.polls)  # the poll is there and waits
         record.begin("back", BACK)

@@ -385,13 +385,13 @@ class Attack:
         await self._look_at_results()
         world, store = self._world, self._world.service.store
         user = await store.call(store.accounts.ensure_user, "local")
-        await world.app.state.administration.enable(user, "local")
+        await world.parts.administration.enable(user, "local")
         await store.call(store.accounts.set_quotas, "local", {})
-        world.app.state.auth.forget()
-        world.app.state.quotas._own.clear()
+        world.parts.auth.forget()
+        world.parts.quotas._own.clear()
         if "session_id" in self._maker.known:
             session = self._maker.known["session_id"]
-            await world.app.state.administration.stop_session(user, session)
+            await world.parts.administration.stop_session(user, session)
         session = await world.session()
         model = await world.model(session)
         sampler = await world.ok(

@@ -13,7 +13,7 @@ from app_world import AppWorld, open_app
 from wire_client import loss_of
 
 from tinkex.server import app
-from tinkex.server.administration import routes as administration
+from tinkex.server.rest import administration
 from tinkex.wire.endpoints import ENDPOINTS
 
 ADMIN, BOB, ANN = "tml-admin", "tml-bob", "tml-ann"
@@ -240,7 +240,7 @@ async def test_keys_are_made_and_revoked_with_a_line_each(world: AppWorld) -> No
 async def test_logins_and_knocking_are_in_the_audit_log(world: AppWorld) -> None:
     await _make_admin(world)
     await world.http.post("/console/login", data={"key": BOB})
-    world.app.state.failed_logins._clock = lambda: 0.0
+    world.parts.failed_logins._clock = lambda: 0.0
     for number in range(130):
         await world.post("get_info", {}, key=f"tml-{number}")
     logins = await _audit(world, user_id="bob", event="login")

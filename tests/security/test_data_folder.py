@@ -36,7 +36,7 @@ async def _loads(world: AppWorld, path: str) -> bool:
 
 async def _swept(world: AppWorld) -> None:
     """Wait for the round of clean-up that every start makes."""
-    shelf = world.app.state.shelf
+    shelf = world.parts.shelf
     clean = getattr(shelf, "set_strays_aside", None) or shelf.remove_strays
     await clean()
 
@@ -154,7 +154,7 @@ async def test_a_folder_that_was_deleted_goes_even_after_a_crash(tmp_path: Path)
         db.execute("INSERT INTO deleted_folders VALUES (?, ?)", row)
     kept.rename(folder)
     async with open_app(tmp_path) as world:
-        await world.app.state.shelf.remove_deleted()
+        await world.parts.shelf.remove_deleted()
         assert not folder.exists()
     assert _quarantined(tmp_path) == set()
 
@@ -165,5 +165,5 @@ async def test_quarantine_has_an_end_and_touches_nothing_else(tmp_path: Path) ->
         old, new = (time.strftime("%Y%m%d-%H%M%S", time.gmtime(time.time() - s)) for s in (200, 50))
         for name in (old, new, "notes-of-mine"):
             (root / name / "checkpoints").mkdir(parents=True)
-        await asyncio.to_thread(world.app.state.shelf.folders.purge_quarantine, time.time() - 100)
+        await asyncio.to_thread(world.parts.shelf.folders.purge_quarantine, time.time() - 100)
         assert sorted(os.listdir(root)) == sorted([new, "notes-of-mine"])

@@ -53,7 +53,7 @@ def _told(answer: httpx.Response) -> tuple[int, str]:
 
 async def test_what_is_asked_here_stands_in_the_ledger_of_who_asked(world: AppWorld) -> None:
     counted = (await _chat(world, "hello")).json()["usage"]
-    store = world.app.state.store
+    store = world.parts.store
     store.flush()
     (used,) = await store.call(store.usage.used, "user", 0.0, 10)
     assert used.user_id == "ann"
@@ -65,7 +65,7 @@ async def test_a_spent_quota_is_refused_in_the_shape_of_the_api(tmp_path: Path) 
     settings = fuzz.talking_toy(tmp_path / "model")
     quota = {"api_keys": ("tml-ann=ann",), "max_user_requests_per_minute": 2}
     async with open_app(tmp_path / "data", **quota, **settings) as world:
-        world.app.state.quotas._clock = lambda: 0.0
+        world.parts.quotas._clock = lambda: 0.0
         refused = [await _chat(world, "hello") for _ in range(4)][-1]
         assert (refused.status_code, set(refused.json())) == (429, {"error"})
         body = {"model": "toy", "messages": [], "max_tokens": 2}
@@ -81,7 +81,7 @@ async def test_a_long_conversation_with_a_bearer_key_is_served(world: AppWorld) 
     """Room for a large body is reserved for whoever was let in, whichever header the key is in."""
     answer = await _chat(world, "hi " * 10_000)
     assert answer.status_code == 200, answer.text
-    assert world.app.state.bodies.held_bytes == 0
+    assert world.parts.bodies.held_bytes == 0
 
 
 async def test_a_long_conversation_at_the_console_is_served(world: AppWorld) -> None:
@@ -172,8 +172,8 @@ async def test_a_recorded_conversation_has_an_end(
 
 
 async def test_requests_to_the_console_count_like_all_others(world: AppWorld) -> None:
-    world.app.state.quotas._defaults["requests_per_minute"] = 12.0
-    world.app.state.quotas._clock = lambda: 0.0
+    world.parts.quotas._defaults["requests_per_minute"] = 12.0
+    world.parts.quotas._clock = lambda: 0.0
     key = {"x-api-key": "tml-ann"}
     statuses = [(await world.http.get("/console/api/runs", headers=key)).status_code for _ in "123"]
     assert statuses == [200, 200, 429]

@@ -138,7 +138,7 @@ async def test_what_would_become_too_many_objects_is_refused_before_one_is_built
     answer = await _post(world, path, body)
     assert (answer.status_code, parsed) == (400, []), answer.text
     assert said in answer.json()["error"]["message"]
-    assert world.app.state.bodies.held_bytes == world.app.state.parsed_bodies.held_bytes == 0
+    assert world.parts.bodies.held_bytes == world.parts.parsed_bodies.held_bytes == 0
 
 
 UNCHECKED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -319,7 +319,7 @@ async def test_a_body_of_several_zstd_frames_is_unpacked_in_its_room_and_off_the
     def noted(*given: Any, **more: Any) -> bytes:
         found = unpack(*given, **more)
         on_loop = threading.current_thread() is threading.main_thread()
-        seen.append((world.app.state.bodies.held_bytes, on_loop))
+        seen.append((world.parts.bodies.held_bytes, on_loop))
         return found
 
     monkeypatch.setattr(exchange, "unpack", noted)
@@ -330,7 +330,7 @@ async def test_a_body_of_several_zstd_frames_is_unpacked_in_its_room_and_off_the
     assert answer.status_code == 400
     assert "role 'nobody'" in answer.text or "prompt: is needed" in answer.text
     assert [held > 9_000_000 and not on_loop for held, on_loop in seen] == [True]
-    assert world.app.state.bodies.held_bytes == 0
+    assert world.parts.bodies.held_bytes == 0
 
 
 async def test_a_frame_that_does_not_say_its_size_waits_for_no_more_room_than_it_takes(
@@ -338,7 +338,7 @@ async def test_a_frame_that_does_not_say_its_size_waits_for_no_more_room_than_it
 ) -> None:
     """As compressors of streams write it. The route's limit, 256 MB, is more than one user's share:
     whoever reserved that beside the packed body waited for room until it was refused."""
-    budget = world.app.state.bodies
+    budget = world.parts.bodies
     text = random.Random(0).randbytes(30_000).hex()
     packer = zstandard.ZstdCompressor().compressobj()
     content = packer.compress(text.encode()) + packer.flush()
@@ -431,7 +431,7 @@ async def test_texts_of_many_characters_are_tokenized_off_the_event_loop(
 
 
 async def test_a_long_text_that_fits_has_the_tokens_of_the_whole(world: AppWorld) -> None:
-    here = await world.app.state.chat_formats.of(world.app.state.service.catalog.names[0])
+    here = await world.app.state.compat.chat_formats.of(world.parts.service.catalog.names[0])
     text = "some words, " * 180_000
     info = dataclasses.replace(here.info, max_context_length=len(text))
     roomy = ChatFormat(info, here.chat)
@@ -449,7 +449,7 @@ async def test_the_console_counts_tokens_off_the_event_loop_in_its_turn(
     token = re.findall(r'name="form-token" content="(\w+)"', page.text)[0]
     seen = _notes_texts(monkeypatch)
     texts = {"model": "toy", "prompt": ["some words", "x" * 20_000]}
-    turns: FairGate = world.app.state.chat_formats._turns
+    turns: FairGate = world.app.state.compat.chat_formats._turns
     others = [f"user {n}" for n in range(turns.num_places)]
     for other in others:
         await turns.acquire(other)
@@ -509,7 +509,7 @@ async def test_a_long_conversation_of_an_agent_is_served(tmp_path: Path) -> None
         assert "exceed the context of 32768" in answer.json()["error"]["message"]
         answer = await _post(world, CHAT, _chat(*turn * 200))
         assert answer.status_code == 200, answer.text
-        assert world.app.state.parsed_bodies.held_bytes == 0
+        assert world.parts.parsed_bodies.held_bytes == 0
 
 
 async def test_brackets_in_a_text_are_text(world: AppWorld) -> None:
@@ -615,7 +615,7 @@ async def test_large_json_of_our_own_api_waits_for_room_and_its_turn_too(
     world: AppWorld, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[int] = []
-    budget: BodyBudget = world.app.state.parsed_bodies
+    budget: BodyBudget = world.parts.parsed_bodies
     most = _most_parsed_at_once(monkeypatch, lambda: held.append(budget.held_bytes))
     path, body = OWN[name]
     content, key = orjson.dumps(body), {"x-api-key": "tml-ann"}
@@ -624,11 +624,11 @@ async def test_large_json_of_our_own_api_waits_for_room_and_its_turn_too(
     assert {answer.status_code for answer in answers} == {400}
     assert most() <= exchange.READING_AT_ONCE
     assert min(held) > len(content)
-    assert world.app.state.parsed_bodies.held_bytes == 0
+    assert world.parts.parsed_bodies.held_bytes == 0
 
 
 async def test_a_body_waits_for_room_for_what_it_becomes(world: AppWorld) -> None:
-    budget: BodyBudget = world.app.state.parsed_bodies
+    budget: BodyBudget = world.parts.parsed_bodies
     raw = orjson.dumps(NOBODY)
     await budget.reserve("ann", budget._per_user)  # she has her share
     waiting = asyncio.create_task(_post(world, CHAT, NOBODY))

@@ -30,7 +30,7 @@ async def test_sessions_models_and_disk_of_a_user_have_limits(tmp_path: Path) ->
         assert "Unload models" in answer.json()["detail"]
         save = {"model_id": model, "path": "one", "seq_id": 1}
         await world.result(await world.ok("save_weights", save, key="tml-ann"), key="tml-ann")
-        quotas: Quotas = world.app.state.quotas
+        quotas: Quotas = world.parts.quotas
         quotas._counts.clear()  # as some seconds later
         more = save | {"path": "two", "seq_id": 2}
         answer = await world.post("save_weights", more, key="tml-ann")
@@ -69,7 +69,7 @@ def test_requests_a_second_have_a_limit_and_a_burst() -> None:
 
 async def test_a_key_has_a_rate_of_its_own_and_so_have_its_tokens(tmp_path: Path) -> None:
     async with open_app(tmp_path, api_keys=KEYS) as world:
-        world.app.state.quotas._clock = lambda: 0.0
+        world.parts.quotas._clock = lambda: 0.0
         accounts = world.service.store.accounts
         await world.service.store.call(accounts.ensure_user, "root")
         await world.service.store.call(accounts.add_key, "tml-root", "root", role="admin")
@@ -114,9 +114,7 @@ async def test_nothing_new_is_stored_when_the_disk_is_nearly_full(tmp_path: Path
 
 async def test_unknown_keys_are_put_off_and_known_ones_are_not(tmp_path: Path) -> None:
     async with open_app(tmp_path, api_keys=KEYS) as world:
-        world.app.state.failed_logins._clock = lambda: (
-            0.0
-        )  # it is the same minute, however slow we are
+        world.parts.failed_logins._clock = lambda: 0.0  # it is the same minute, however slow we are
         statuses = {
             (await world.post("create_session", BODY, key=f"tml-{n}")).status_code
             for n in range(FailedLogins.MAX_A_MINUTE + 5)
@@ -128,7 +126,7 @@ async def test_unknown_keys_are_put_off_and_known_ones_are_not(tmp_path: Path) -
 @pytest.mark.parametrize("way", ["login", "enter", "cookie", "header"])
 async def test_keys_tried_at_the_console_count_like_all_others(tmp_path: Path, way: str) -> None:
     async with open_app(tmp_path, api_keys=KEYS) as world:
-        world.app.state.failed_logins._clock = lambda: 0.0
+        world.parts.failed_logins._clock = lambda: 0.0
 
         async def knock(key: str) -> httpx.Response:
             if way == "login":

@@ -48,7 +48,7 @@ async def test_a_gap_in_an_old_journal_ends_at_once(tmp_path: Path) -> None:
     """A server of before this bound accepted such numbers; they wait in its journal."""
     async with open_app(tmp_path) as world:
         model = await world.model()
-        store = world.app.state.store
+        store = world.parts.store
         store.journal.append(journaled(model, FAR)).result()
     for gap_limit_s in (0.2, 0.2):  # again after a restart, which finds its end in the journal
         async with open_app(tmp_path, gap_limit_s=gap_limit_s) as world:
@@ -66,7 +66,7 @@ async def test_a_gap_in_an_old_journal_ends_at_once(tmp_path: Path) -> None:
 async def test_after_the_last_number_a_request_without_one_is_refused(tmp_path: Path) -> None:
     async with open_app(tmp_path) as world:
         model = await world.model()
-        store = world.app.state.store
+        store = world.parts.store
         store.journal.append(journaled(model, LAST, refused="an old one")).result()
     async with open_app(tmp_path) as world:
         step = {"model_id": model, "seq_id": None, "adam_params": {}}
@@ -92,7 +92,7 @@ async def test_a_failure_is_told_only_when_the_journal_has_it(
         states: list[str] = []
 
         def settled(self: Promise, _: Outcome) -> bool:
-            states.append(world.app.state.store.journal.get(self.request_id).state)
+            states.append(world.parts.store.journal.get(self.request_id).state)
             return True
 
         monkeypatch.setattr(Promise, "settle", settled)

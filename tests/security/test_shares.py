@@ -226,7 +226,7 @@ async def test_a_newcomers_request_is_read_before_the_crowd_of_another(
         read.append(user.user_id)
         return Response(b"{}")
 
-    monkeypatch.setitem(door._hot, "/api/v1/forward_backward", hold)
+    monkeypatch.setitem(door._endpoints, "/api/v1/forward_backward", hold)
     crowd = [
         asyncio.create_task(two_keys.post("forward_backward", b"x" * 1000, key="tml-bob"))
         for _ in range(10)

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from wire_client import Caller
 
 from tinkex.server.app import create_app
+from tinkex.server.http.dependencies import Dependencies
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.serve import make_pool, open_store
 from tinkex.server.service.service import Service
@@ -25,9 +26,13 @@ class AppWorld(Caller):
     http: httpx.AsyncClient
 
     @property
+    def parts(self) -> Dependencies:
+        parts: Dependencies = self.app.state.dependencies
+        return parts
+
+    @property
     def service(self) -> Service:
-        service: Service = self.app.state.service
-        return service
+        return self.parts.service
 
     async def facts(self) -> None:
         """Wait until the vocabulary is known here: before that the engine alone can refuse a token.

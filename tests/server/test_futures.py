@@ -89,7 +89,7 @@ async def test_large_results_announce_their_size_first(tmp_path: Path) -> None:
 
 
 async def user_of(world: AppWorld):  # type: ignore[no-untyped-def]
-    return await world.app.state.auth.user_of("tml-test")
+    return await world.parts.auth.user_of("tml-test")
 
 
 async def test_old_clients_get_training_results_as_json(app_world: AppWorld) -> None:

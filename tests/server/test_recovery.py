@@ -120,12 +120,12 @@ async def test_a_snapshot_bounds_the_replay_and_old_ones_go(tmp_path: Path) -> N
         while not lane.is_idle:
             await asyncio.sleep(0.01)
         await lane._state.snapshot_ended()
-        snapshot = world.app.state.store.models.get_snapshot(model)
+        snapshot = world.parts.store.models.get_snapshot(model)
         assert snapshot is not None
         assert 0 <= 20 - snapshot.seq_id < 4
         assert len(list((tmp_path / "state").glob("*/*"))) == 1
-        world.app.state.store.flush()  # nobody waits for bodies to go
-        rows = world.app.state.store.journal.since(model, -1)
+        world.parts.store.flush()  # nobody waits for bodies to go
+        rows = world.parts.store.journal.since(model, -1)
         assert all(row.body is None for row in rows if row.seq_id <= snapshot.seq_id)
 
 
@@ -173,7 +173,7 @@ async def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> N
 
         state._adopt = adopt_later  # type: ignore[method-assign]
         await train_steps(world, model, 1, 3)
-        store = world.app.state.store
+        store = world.parts.store
         assert store.models.get_snapshot(model) is None
         assert all(row.body for row in store.journal.since(model, 0)), (
             "the journal still has it all"
@@ -304,7 +304,7 @@ async def test_lost_state_is_said_and_nothing_else_is_made_up(tmp_path: Path) ->
         failed = await world.result((await world.train(model, 5, TOKENS)).json())
         assert failed["category"] == "server"
         assert "could not be restored" in failed["error"]
-        assert world.app.state.store.models.get(model).corrupted
+        assert world.parts.store.models.get(model).corrupted
 
 
 async def test_a_model_that_was_never_created_says_so_ever_after(tmp_path: Path) -> None:

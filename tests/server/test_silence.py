@@ -21,7 +21,7 @@ async def trained(world: AppWorld) -> tuple[str, str]:
 
 
 def bodies(world: AppWorld, model: str) -> list[bytes | None]:
-    return [row.body for row in world.app.state.store.journal.since(model, -1)]
+    return [row.body for row in world.parts.store.journal.since(model, -1)]
 
 
 async def test_state_goes_after_its_time_and_checkpoints_stay(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ async def test_state_goes_after_its_time_and_checkpoints_stay(tmp_path: Path) ->
         assert len(list((tmp_path / "state").glob("*/*"))) == 1, "parked: one snapshot"
         abandoned, _ = await trained(world)
     async with open_app(tmp_path) as world:  # nobody comes back after a restart
-        store = world.app.state.store
+        store = world.parts.store
         await world.service.drop_silent(time.time() + 13 * DAY_S)
         assert store.models.get_snapshot(parked) is not None
         assert any(bodies(world, abandoned))
@@ -53,7 +53,7 @@ async def test_curves_go_with_the_state_of_their_run(tmp_path: Path) -> None:
         ended, _ = await trained(world)
         await world.ok("unload_model", {"model_id": ended})
     async with open_app(tmp_path) as world:
-        store, service = world.app.state.store, world.service
+        store, service = world.parts.store, world.service
         assert "loss_per_token" in await service.curves.of_run(silent)
         await service.drop_silent(time.time() + 13 * DAY_S)
         assert store.curves.of_run(silent)
@@ -74,7 +74,7 @@ async def test_a_model_in_use_keeps_its_state_whatever_its_session_says(tmp_path
 async def test_a_heartbeat_keeps_the_state_of_a_parked_model(tmp_path: Path) -> None:
     async with open_app(tmp_path, state_ttl_s=60.0) as world:
         model, _ = await trained(world)
-        session, store = model.split(":")[0], world.app.state.store
+        session, store = model.split(":")[0], world.parts.store
         await world.service.park_session(session)
         store.flush()
         store.models.touch(model, time.time() - 3600)
@@ -104,7 +104,7 @@ async def test_a_run_that_its_client_closed_keeps_little_and_not_for_long(tmp_pa
         await world.service.drop_silent(time.time() + 1800)
         assert any(bodies(world, model))
         await world.service.drop_silent(time.time() + 2 * 3600)
-        world.app.state.store.flush()
+        world.parts.store.flush()
         assert not any(bodies(world, model))
         curves = await world.service.curves.of_run(model)
         assert "loss_per_token" in curves, "its curves are looked at later"

@@ -39,6 +39,7 @@ from tinkex.server.guard.connections import (
     raise_file_limit,
 )
 from tinkex.server.guard.quotas import read_quotas
+from tinkex.server.http.dependencies import Dependencies
 from tinkex.server.process import disk, logs
 from tinkex.server.process.beacon import Beacon
 from tinkex.server.process.config import ServerConfig, load_config
@@ -111,7 +112,7 @@ class _Server(uvicorn.Server):
         if self.force_exit:  # uvicorn would show where its own tasks are cut off
             logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         self.should_exit = True
-        self._app.state.service.begin_stop()
+        self._app.state.dependencies.service.begin_stop()
 
 
 def _is_trouble(record: logging.LogRecord) -> bool:
@@ -176,16 +177,18 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
     try:
         pool = await asyncio.to_thread(make_pool, config)
         app = await asyncio.to_thread(create_app, config, store, pool)
-        app.state.connections = _connection_limits(config)
+        parts: Dependencies = app.state.dependencies
+        parts.connections = _connection_limits(config)
+        needs_key = not parts.auth.is_open
         host, port = sock.getsockname()[:2]
         scheme = "https" if config.tls_cert else "http"
         base_url = f"{scheme}://{_url_host(host)}:{port}"
         announce = json.dumps({"port": port, "base_url": base_url})
         if for_person:
-            announce = greeting(config, base_url, needs_key=not app.state.auth.is_open)
+            announce = greeting(config, base_url, needs_key=needs_key)
         options = uvicorn.Config(
             app,
-            http=guarded(app.state.connections),
+            http=guarded(parts.connections),
             ws="none",
             access_log=False,
             server_header=False,
@@ -197,7 +200,7 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
             ssl_keyfile=config.tls_key or None,
         )
         server = _Server(options, app, announce)
-        beacon = Beacon(config, base_url, needs_key=not app.state.auth.is_open)
+        beacon = Beacon(config, base_url, needs_key=needs_key)
         with beacon.lit():
             await _until_deserted(config, app, server, sock)
         if pool.refusal:
@@ -222,7 +225,7 @@ async def _until_deserted(
 ) -> None:
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     if config.until_idle_s or config.parent_pid:
-        deserted = asyncio.create_task(app.state.presence.wait_until_deserted())
+        deserted = asyncio.create_task(app.state.dependencies.presence.wait_until_deserted())
         await asyncio.wait({serving, deserted}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             logger.info("the last client is gone; stopping")

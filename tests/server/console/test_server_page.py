@@ -156,7 +156,7 @@ async def test_an_administrator_sees_all_runs_and_changes_none_of_them(world):
 
 
 async def test_slow_requests_are_shown_and_polls_are_not_among_them(world):
-    metrics = world.app.state.metrics
+    metrics = world.parts.metrics
     metrics.observe("/api/v1/retrieve_future", 200, 30.0, "ann")
     metrics.observe("/api/v1/save_weights", 200, 0.5, "ann")
     for number in range(50):
@@ -178,7 +178,7 @@ async def test_the_number_of_questions_does_not_grow_with_users_runs_and_rows(wo
         asked.append(statement)
 
     event.listen(store._database.reader, "before_cursor_execute", note)
-    administration = world.app.state.administration
+    administration = world.parts.administration
 
     def forget_sums() -> None:
         administration._usage, administration._throughput = Remembered(60), Remembered(60)

@@ -68,14 +68,14 @@ class open_world:
         async def note(session_id: str) -> None:
             finished.append(session_id)
 
-        app.state.service.finish_session = note
+        app.state.dependencies.service.finish_session = note
         # A handler for Exception answers 500 and raises again; the tests want the answer.
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
-        self._world = World(app, store, app.state.shelf, http, finished)
+        self._world = World(app, store, app.state.dependencies.shelf, http, finished)
         return self._world
 
     async def __aexit__(self, *exc: object) -> None:
         await self._world.http.aclose()
-        await self._world.app.state.service.stop()
+        await self._world.app.state.dependencies.service.stop()
         self._world.store.close()

@@ -96,7 +96,7 @@ async def test_a_token_dies_with_its_key(world: World) -> None:
     for credential in (token, again):
         await world.call("GET", "/sessions", 200, key=credential)
     world.store.accounts.revoke_key(made.key_id)
-    world.app.state.auth.forget()
+    world.app.state.dependencies.auth.forget()
     for credential in ("tml-second", token, again):
         body = await world.call("GET", "/sessions", 401, key=credential)
         assert "revoked" in body["detail"]

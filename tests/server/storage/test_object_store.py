@@ -103,7 +103,7 @@ async def test_only_what_the_database_says_was_deleted_leaves_the_bucket(
 ) -> None:
     async with _open(tmp_path, "delete") as world:
         gone, kept = await _save(world, "gone"), await _save(world, "kept")
-        shelf = world.app.state.shelf
+        shelf = world.parts.shelf
         run_id, kind, name = gone.removeprefix("tinker://").split("/")
         stray = Bucket(f"s3://{BUCKET}/delete")
         stray.put_folder("checkpoints/x/weights/unlisted-000000000000", _local(tmp_path)[0].parent)
@@ -114,7 +114,7 @@ async def test_only_what_the_database_says_was_deleted_leaves_the_bucket(
     assert [key for key in left if "kept-" in key]
     assert [key for key in left if "unlisted-" in key]
     async with _open(tmp_path, "delete") as world:
-        await world.app.state.shelf.set_strays_aside()
+        await world.parts.shelf.set_strays_aside()
         assert "error" not in await _load(world, kept)
     assert _files(s3, "delete") == left
 
@@ -140,7 +140,7 @@ async def test_a_save_that_the_bucket_refuses_lists_nothing_and_can_be_repeated(
         is_away = False
         answer = await world.result(await world.ok("save_weights", body | {"seq_id": 2}))
         assert answer["path"].endswith("/weights/name")
-        await asyncio.gather(*world.app.state.shelf._clearing)
+        await asyncio.gather(*world.parts.shelf._clearing)
     lists = [key for key in _files(s3, "refused") if key.endswith(".files")]
     assert len(lists) == 1
 
@@ -150,7 +150,7 @@ async def test_copies_that_nobody_uses_go_when_there_are_too_many(
 ) -> None:
     async with _open(tmp_path, "trim", storage_cache_bytes=1) as world:
         path = await _save(world, "kept")
-        depot = world.app.state.shelf.depot
+        depot = world.parts.shelf.depot
         await depot.trim()
         assert _local(tmp_path), "it was used a moment ago"
         monkeypatch.setattr("tinkex.server.files.depot.IN_USE_S", -1.0)
@@ -166,7 +166,7 @@ async def test_checkpoints_from_before_move_into_the_bucket(s3: MotoServer, tmp_
     async with open_app(tmp_path) as world:
         path = await _save(world, "old")
     async with _open(tmp_path, "moved") as world:
-        await world.app.state.shelf.set_strays_aside()
+        await world.parts.shelf.set_strays_aside()
     shutil.rmtree(tmp_path / "checkpoints")
     async with _open(tmp_path, "moved") as world:
         assert "error" not in await _load(world, path)

@@ -366,7 +366,7 @@ class Administration:
         """Somebody exchanged a key for a token, or opened the console."""
         self._store.audit.record(user_id, "login", {"by": by, "address": address})
 
-    def note_knocking(self, address: str) -> None:
+    def note_refused_address(self, address: str) -> None:
         """An address tries keys that do not exist, and is put off."""
         self._store.audit.record(NOBODY, "login_refused", {"address": address})
 

@@ -24,7 +24,7 @@ from tinkex.server.compat.dialogue import (
     understood,
 )
 from tinkex.server.compat.fields import Stops
-from tinkex.server.guard.callers import ForeignUser
+from tinkex.server.guard.auth import CurrentUser
 from tinkex.types import SampleResponse
 from tinkex.types.fields.bounds import listing
 
@@ -201,7 +201,7 @@ def _check_version(request: Request) -> None:
 
 
 @router.post("/messages/count_tokens")
-async def count_tokens(request: Request, user: ForeignUser) -> Response:
+async def count_tokens(request: Request, user: CurrentUser) -> Response:
     _check_version(request)
     _, asked, ignored = await fields.read(request, CountRequest, understood)
     dialogue = await Dialogue.open(request, user, asked)
@@ -210,7 +210,7 @@ async def count_tokens(request: Request, user: ForeignUser) -> Response:
 
 
 @router.post("/messages")
-async def messages(request: Request, user: ForeignUser) -> Response:
+async def messages(request: Request, user: CurrentUser) -> Response:
     _check_version(request)
     body, dialogue, headers = await converse(request, user, MessagesRequest)
     head = {

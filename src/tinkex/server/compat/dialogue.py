@@ -20,8 +20,9 @@ from tinkex.chat.template import TooLongError
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat import fields
 from tinkex.server.compat.chat_formats import LARGE_TEXT, ChatFormat, ChatFormats
+from tinkex.server.compat.dependencies import compat_of
 from tinkex.server.compat.fields import SamplingFields
-from tinkex.server.compat.model_names import ModelNames, SampleTarget
+from tinkex.server.compat.model_names import SampleTarget
 from tinkex.server.compat.running_sample import NewTokens, RunningSample, SampleSpec
 from tinkex.server.compat.trajectories import (
     RecordedPrefix,
@@ -30,7 +31,8 @@ from tinkex.server.compat.trajectories import (
     trajectory_of,
 )
 from tinkex.server.compat.wording import AnswerText, num_thoughts
-from tinkex.server.http.bodies import is_parsed_held, let_go_parsed, service_of
+from tinkex.server.http.bodies import is_parsed_held, let_go_parsed
+from tinkex.server.http.dependencies import service_of
 from tinkex.server.process.off_loop import off_loop
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
@@ -165,9 +167,9 @@ class ModelAnswer:
 
 async def find_model(request: Request, user: User, name: str) -> tuple[SampleTarget, ChatFormat]:
     """The weights behind a name, and how to talk to them."""
-    names: ModelNames = request.app.state.names
-    target = await names.target(user, name)
-    return target, await request.app.state.chat_formats.of(target.base_model)
+    compat = compat_of(request)
+    target = await compat.names.target(user, name)
+    return target, await compat.chat_formats.of(target.base_model)
 
 
 async def _fresh(
@@ -196,13 +198,14 @@ class Dialogue:
         Raises:
             ApiError, InvalidInputError: The request cannot be honoured.
         """
-        chat_formats: ChatFormats = request.app.state.chat_formats
-        trajectories: TrajectoryRecorder = request.app.state.trajectories
+        compat = compat_of(request)
         target, chat_format = await find_model(request, user, asked.model)
         if asked.trajectory is None:
-            recording = await _fresh(asked, chat_format, chat_formats, user)
+            recording = await _fresh(asked, chat_format, compat.chat_formats, user)
         else:
-            recording = await trajectories.open(user, asked, chat_format, chat_formats)
+            recording = await compat.trajectories.open(
+                user, asked, chat_format, compat.chat_formats
+            )
         spec = SampleSpec(
             target=target,
             info=chat_format.info,
@@ -212,7 +215,7 @@ class Dialogue:
             topk_sample=asked.topk,
         )
         generation = RunningSample(service_of(request), user, spec, request)
-        return cls(asked, chat_format, recording, generation, trajectories)
+        return cls(asked, chat_format, recording, generation, compat.trajectories)
 
     @property
     def prompt(self) -> Sequence[int]:

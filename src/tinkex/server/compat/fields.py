@@ -11,7 +11,6 @@ thread. A body of few parts, as most are, is read at once.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -29,8 +28,7 @@ from pydantic import (
 
 from tinkex.contract import sampling
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.server.fairness.gate import FairGate
-from tinkex.server.http.bodies import read_body, reserve_parsed
+from tinkex.server.http.bodies import parse_in_turn, read_body, reserve_parsed
 from tinkex.server.process.off_loop import LARGE_BYTES, off_loop
 from tinkex.types.fields.bounds import listing
 from tinkex.wire import json_codec
@@ -230,9 +228,7 @@ async def read(request: Request, kind: type[B], then: Callable[[B], T]) -> T:
     await reserve_parsed(request, parsed_bytes(raw, shape))
     if is_small and not AT_ONCE.exceeded(shape):
         return _judged(raw, kind, then)
-    gate: FairGate = request.app.state.reading
-    async with gate.place(request.scope["tinkex.user"], len(raw) + shape.num_values):
-        return await asyncio.to_thread(_judged, raw, kind, then)
+    return await parse_in_turn(request, len(raw) + shape.num_values, _judged, raw, kind, then)
 
 
 def _judged(raw: bytes, kind: type[B], then: Callable[[B], T]) -> T:

@@ -15,6 +15,7 @@ from tinkex.server.compat import (
     records,
 )
 from tinkex.server.compat.chat_formats import ChatFormats
+from tinkex.server.compat.dependencies import CompatDependencies
 from tinkex.server.compat.model_names import ModelNames
 from tinkex.server.compat.trajectories import TrajectoryRecorder
 from tinkex.server.guard.callers import PREFIXES
@@ -35,13 +36,16 @@ def endpoints() -> dict[str, Callable[[Request, User], Awaitable[Response]]]:
     }
 
 
-def install(app: FastAPI, service: Service) -> None:
-    """Mount the routes; sets `names`, `chat_formats` and `trajectories` on `app.state`."""
-    app.state.names = ModelNames(service)
-    app.state.chat_formats = ChatFormats(service.catalog)
-    app.state.trajectories = TrajectoryRecorder(service.store, service.shelf)
+def install(app: FastAPI, service: Service) -> CompatDependencies:
+    """Mount the routes; sets `compat` on `app.state`."""
+    compat = app.state.compat = CompatDependencies(
+        ModelNames(service),
+        ChatFormats(service.catalog),
+        TrajectoryRecorder(service.store, service.shelf),
+    )
     for prefix in PREFIXES:
         for module in _MODULES:
             app.include_router(module.router, prefix=prefix, include_in_schema=prefix == "/v1")
     app.include_router(anthropic_messages.router)
     app.include_router(records.router)
+    return compat

@@ -16,14 +16,14 @@ from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, replies
+from tinkex.server.compat.dependencies import compat_of
 from tinkex.server.compat.dialogue import Asked, Conversing, Dialogue, ModelAnswer, converse
 from tinkex.server.compat.fields import Stops
-from tinkex.server.compat.model_names import ModelNames
 from tinkex.server.compat.openai_shapes import chat_logprobs, usage
 from tinkex.server.compat.replies import event
 from tinkex.server.compat.running_sample import check_told
-from tinkex.server.guard.callers import ForeignUser
-from tinkex.server.http.bodies import answer
+from tinkex.server.guard.auth import CurrentUser
+from tinkex.server.http.handlers import answer
 from tinkex.types import SampledSequence, SampleResponse
 from tinkex.types.fields.bounds import listing
 
@@ -206,10 +206,9 @@ def _words(content: str | list[_Part] | None) -> str:
 
 
 @router.get("/models")
-async def list_models(request: Request, user: ForeignUser) -> Response:
+async def list_models(request: Request, user: CurrentUser) -> Response:
     """Base models, aliases, the caller's named checkpoints and checkpoints."""
-    names: ModelNames = request.app.state.names
-    found = await names.listed(user)
+    found = await compat_of(request).names.listed(user)
     if "anthropic-version" in request.headers:
         return answer(
             {
@@ -226,9 +225,8 @@ async def list_models(request: Request, user: ForeignUser) -> Response:
 
 
 @router.get("/models/{name:path}")
-async def get_model(request: Request, user: ForeignUser, name: str) -> Response:
-    names: ModelNames = request.app.state.names
-    target = await names.target(user, name)
+async def get_model(request: Request, user: CurrentUser, name: str) -> Response:
+    target = await compat_of(request).names.target(user, name)
     return answer({**_model(name), "base_model": target.base_model, "path": target.model_path})
 
 
@@ -237,7 +235,7 @@ def _model(name: str) -> dict[str, Any]:
 
 
 @router.post("/embeddings")
-async def embeddings(request: Request, user: ForeignUser) -> Response:
+async def embeddings(request: Request, user: CurrentUser) -> Response:
     raise NotSupportedError("Tinkex trains and samples language models; it makes no embeddings.")
 
 
@@ -245,7 +243,7 @@ async def embeddings(request: Request, user: ForeignUser) -> Response:
 
 
 @router.post("/chat/completions")
-async def chat_completions(request: Request, user: ForeignUser) -> Response:
+async def chat_completions(request: Request, user: CurrentUser) -> Response:
     body, dialogue, headers = await converse(request, user, ChatRequest)
     if body.logprobs or body.return_token_ids:
         spec, longest = dialogue.generation.spec, dialogue.chat_format.info.max_context_length

@@ -20,7 +20,8 @@ from pydantic import Field
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat import fields, replies
-from tinkex.server.compat.chat_formats import LARGE_TEXT, ChatFormat, ChatFormats
+from tinkex.server.compat.chat_formats import LARGE_TEXT, ChatFormat
+from tinkex.server.compat.dependencies import compat_of
 from tinkex.server.compat.dialogue import find_model
 from tinkex.server.compat.fields import JsonBounds, SamplingFields, Stops
 from tinkex.server.compat.model_names import SampleTarget
@@ -29,8 +30,9 @@ from tinkex.server.compat.replies import event
 from tinkex.server.compat.running_sample import RunningSample, SampleSpec, check_told, prompt_scores
 from tinkex.server.compat.trajectories import trajectory_of
 from tinkex.server.compat.wording import AnswerText, token_text
-from tinkex.server.guard.callers import ForeignUser
-from tinkex.server.http.bodies import let_go_parsed, service_of
+from tinkex.server.guard.auth import CurrentUser
+from tinkex.server.http.bodies import let_go_parsed
+from tinkex.server.http.dependencies import service_of
 from tinkex.server.jobs.validation import check_length
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse
@@ -139,11 +141,11 @@ class _Call:
 
 
 @router.post("/completions")
-async def completions(request: Request, user: ForeignUser) -> Response:
+async def completions(request: Request, user: CurrentUser) -> Response:
     body, headers = await fields.read(request, CompletionRequest, _understood)
     why = "there are no turns here to go on from; use /chat/completions."
     fields.refuse(trajectory_of(None, request), "trajectory", why)
-    chat_formats: ChatFormats = request.app.state.chat_formats
+    chat_formats = compat_of(request).chat_formats
     target, chat_format = await find_model(request, user, body.model)
     head = {
         "id": f"cmpl-{secrets.token_hex(12)}",

@@ -22,7 +22,7 @@ from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, openai_shapes, replies
 from tinkex.server.compat.declared_tools import declared_tool, function_name
 from tinkex.server.compat.dialogue import Asked, Conversing, Dialogue, ModelAnswer, converse
-from tinkex.server.guard.callers import ForeignUser
+from tinkex.server.guard.auth import CurrentUser
 from tinkex.types import SampleResponse
 from tinkex.types.fields.bounds import listing
 
@@ -177,7 +177,7 @@ def _words(content: Any, path: str) -> str:
 
 
 @router.post("/responses")
-async def responses(request: Request, user: ForeignUser) -> Response:
+async def responses(request: Request, user: CurrentUser) -> Response:
     body, dialogue, headers = await converse(request, user, ResponsesRequest)
     made = _Response(body, dialogue)
     if body.stream:

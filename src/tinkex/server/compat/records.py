@@ -12,10 +12,10 @@ from fastapi import APIRouter, Response
 
 from tinkex import types
 from tinkex.errors import InvalidInputError
-from tinkex.server.compat.model_names import ModelNames
-from tinkex.server.compat.trajectories import TrajectoryRecorder, check_id
+from tinkex.server.compat.dependencies import Names, Trajectories
+from tinkex.server.compat.trajectories import check_id
 from tinkex.server.files.checkpoints import check_name
-from tinkex.server.http.bodies import Answer, serve
+from tinkex.server.http.handlers import Answer, serve
 from tinkex.server.process.problems import ApiError
 from tinkex.server.service.service import Service
 from tinkex.store import Store, TrajectoryAnswer, User
@@ -29,9 +29,7 @@ router = APIRouter(prefix="/api/v1", tags=["records"])
 
 
 @serve(router, "get_trajectory")
-async def get_trajectory(
-    trajectories: TrajectoryRecorder, user: User, trajectory_id: str
-) -> Response:
+async def get_trajectory(trajectories: Trajectories, user: User, trajectory_id: str) -> Response:
     """Every answer of a recorded conversation: tokens, logprobs, and which answer it follows."""
     found = await trajectories.answers(user, trajectory_id)
     if not found:
@@ -79,7 +77,7 @@ async def list_names(store: Store, user: User) -> types.CheckpointNamesResponse:
 
 @serve(router, "name_checkpoint")
 async def give_name(
-    service: Service, names: ModelNames, user: User, asked: NameCheckpointRequest
+    service: Service, names: Names, user: User, asked: NameCheckpointRequest
 ) -> types.CheckpointName:
     """Name a checkpoint; a name that is in use moves."""
     check_name(asked.name)
@@ -94,7 +92,7 @@ async def give_name(
 
 
 @serve(router, "remove_checkpoint_name")
-async def remove_name(store: Store, names: ModelNames, user: User, name: str) -> RemoveNameResponse:
+async def remove_name(store: Store, names: Names, user: User, name: str) -> RemoveNameResponse:
     if not await store.call(store.names.remove, user.user_id, name):
         raise ApiError(404, f"No checkpoint of yours is named {name[:200]!r}.")
     names.forget(user, name)

@@ -13,7 +13,7 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 
 from tinkex.server.compat import refusals
-from tinkex.server.http.bodies import Answer
+from tinkex.server.http.handlers import Answer
 from tinkex.server.process import problems
 
 T = TypeVar("T")

@@ -19,6 +19,7 @@ from fastapi.responses import RedirectResponse
 from tinkex.server.console import run_pages, shell
 from tinkex.server.console.folder_runs import FolderRuns
 from tinkex.server.console.shell import PageRoute, page
+from tinkex.server.console.source import ConsoleDependencies, console_of
 from tinkex.server.console.visitors import leave_cookie
 from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.process import problems
@@ -48,7 +49,7 @@ class LinkAuth:
 @router.get("/enter")
 async def enter(request: Request, token: Annotated[str, Query(max_length=200)]) -> Response:
     response = RedirectResponse("/console", status_code=303)
-    await request.app.state.auth.user_of(token)
+    await console_of(request).auth.user_of(token)
     leave_cookie(request, response, token, max_age_s=None)
     return response
 
@@ -61,9 +62,7 @@ async def login(request: Request) -> Response:
 
 def create_app(root: Path, secret: str) -> FastAPI:
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.console = FolderRuns(root)
-    app.state.auth = LinkAuth(secret)
-    app.state.failed_logins = FailedLogins()
+    app.state.console = ConsoleDependencies(FolderRuns(root), LinkAuth(secret), FailedLogins())
     for module in (shell, run_pages):
         app.include_router(module.router)
     app.include_router(router)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from fastapi import FastAPI, Response
 from fastapi.responses import RedirectResponse
 
+from tinkex.server.compat.chat_formats import ChatFormats
 from tinkex.server.console import pages, playground, run_pages, server_page, shell
 from tinkex.server.console.server_runs import ServerRuns
+from tinkex.server.console.source import ConsoleDependencies
 from tinkex.server.guard.auth import OPEN_USER
+from tinkex.server.http.dependencies import Dependencies
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, parts: Dependencies, chat_formats: ChatFormats) -> None:
     """Mount the pages; sets `console` on `app.state`."""
-    app.state.console = ServerRuns(app.state.service, app.state.chat_formats)
-    if app.state.auth.is_open:  # its only user set `keep_rollouts`
-        app.state.service.rollouts.agree(OPEN_USER, True)
+    runs = ServerRuns(parts.service, chat_formats)
+    app.state.console = ConsoleDependencies(runs, parts.auth, parts.failed_logins, parts.quotas)
+    if parts.auth.is_open:  # its only user set `keep_rollouts`
+        parts.service.rollouts.agree(OPEN_USER, True)
     for module in (shell, pages, run_pages, playground, server_page):
         app.include_router(module.router)
     # Whoever types the server's address into a browser looks for its pages.

@@ -12,7 +12,7 @@ from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import source_of
 from tinkex.server.console.visitors import Changing, Visitor, cookie_name, log_in, put_off
 from tinkex.server.files.checkpoints import parse_path
-from tinkex.server.http.bodies import service_of
+from tinkex.server.http.dependencies import service_of
 from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.files import archive
 

@@ -7,13 +7,15 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from tinkex.server.compat import fields
-from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
+from tinkex.server.compat.chat_formats import ChatFormat
+from tinkex.server.compat.dependencies import compat_of
 from tinkex.server.compat.dialogue import Dialogue, find_model, understood
 from tinkex.server.compat.openai_chat import ChatRequest, chat_completions
 from tinkex.server.compat.openai_completions import CompletionRequest, completions
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.visitors import Changing, Visitor
-from tinkex.server.http.bodies import answer, service_of
+from tinkex.server.http.dependencies import service_of
+from tinkex.server.http.handlers import answer
 
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
 
@@ -50,7 +52,7 @@ async def count(
     body = await fields.read(request, CompletionRequest, lambda body: body)
     chat_format = (await find_model(request, user, body.model))[1]
     prompts = [prompt for prompt in body.prompts() if isinstance(prompt, str)]
-    chat_formats: ChatFormats = request.app.state.chat_formats
+    chat_formats = compat_of(request).chat_formats
     size = sum(map(len, prompts))
     return answer(
         {"num_tokens": await chat_formats.aside(user, size, _count, chat_format, prompts)}

@@ -18,7 +18,7 @@ from tinkex.server.console.rollout_view import Coloring, rollout_view
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import Growth, Source, source_of, told_curves
 from tinkex.server.console.visitors import Visitor
-from tinkex.server.http.bodies import answer
+from tinkex.server.http.handlers import answer
 from tinkex.server.process.problems import ApiError
 from tinkex.store import User
 

@@ -24,9 +24,10 @@ from tinkex.server.console.source import age
 from tinkex.server.console.visitors import AdminVisitor, Changing
 from tinkex.server.guard.auth import is_configured
 from tinkex.server.guard.quotas import QUOTAS
-from tinkex.server.http.bodies import answer, service_of
+from tinkex.server.http.dependencies import dependencies_of, service_of
+from tinkex.server.http.handlers import answer
 from tinkex.server.process.problems import ApiError
-from tinkex.server.service.metrics import ServerMetrics, process_memory
+from tinkex.server.service.metrics import process_memory
 from tinkex.server.workers.worker import Worker
 from tinkex.store import UsedBy
 from tinkex.types.account.administration import KeyRole
@@ -52,8 +53,7 @@ Text = Annotated[str, Form(max_length=200)]
 
 
 def _administration(request: Request) -> Administration:
-    found: Administration = request.app.state.administration
-    return found
+    return dependencies_of(request).administration
 
 
 Find = Annotated[str, Query(max_length=200)]
@@ -135,7 +135,7 @@ async def _shown(request: Request, find: str = "", users_page: int = 0) -> dict[
 async def _moving(request: Request) -> dict[str, Any]:
     """What changes while one looks."""
     service = service_of(request)
-    metrics: ServerMetrics = request.app.state.metrics
+    metrics = dependencies_of(request).metrics
     at, tokens = await _administration(request).tokens()
     workers = service.workers
     rollouts, kept = service.rollouts, service.kept
@@ -158,7 +158,7 @@ async def _moving(request: Request) -> dict[str, Any]:
         "memory": {
             "API process": process_memory(),
             "results not fetched": kept.memory_bytes,
-            "request bodies": request.app.state.bodies.held_bytes,
+            "request bodies": dependencies_of(request).bodies.held_bytes,
             "rollouts": rollouts.kept_bytes,
         },
         "disk": {"free": free, "results not fetched": kept.kept_bytes},

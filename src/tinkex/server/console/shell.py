@@ -17,7 +17,7 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from fastapi.routing import APIRoute
 from jinja2 import Environment, PackageLoader, select_autoescape
 
-from tinkex.server.console.source import source_of
+from tinkex.server.console.source import console_of, source_of
 from tinkex.server.console.visitors import form_token, put_off
 from tinkex.server.process import problems
 from tinkex.server.process.problems import ApiError
@@ -72,7 +72,7 @@ def page(
     """A template with its facts. `user` None: nobody is logged in."""
     text = _templates.get_template(name).render(
         user=user,
-        is_open=request.app.state.auth.is_open,
+        is_open=console_of(request).auth.is_open,
         is_local=source_of(request).is_local,
         is_admin=getattr(request.state, "is_admin", False),
         form_token=form_token(request),

@@ -7,12 +7,15 @@ pages as a server. Everything is plain data, the same for HTML and for JSON.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import urlencode
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
+from tinkex.server.guard.failed_logins import FailedLogins
+from tinkex.server.guard.quotas import Quotas
 from tinkex.server.runs.curves import Curve
 from tinkex.store import User
 from tinkex.types.service.extensions import MAX_METRIC
@@ -91,9 +94,35 @@ class Source(Protocol):
         return None
 
 
+class VisitorAuth(Protocol):
+    """As much of `Auth` as pages need that only show something."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    async def user_of(self, credential: str | None) -> User: ...
+
+    async def is_admin(self, credential: str | None) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleDependencies:
+    """What the pages need, over a server and over folders alike."""
+
+    source: Source
+    auth: VisitorAuth
+    failed_logins: FailedLogins
+    quotas: Quotas | None = None
+    """None over folders on one's own disk."""
+
+
+def console_of(request: Request) -> ConsoleDependencies:
+    console: ConsoleDependencies = request.scope["app"].state.console
+    return console
+
+
 def source_of(request: Request) -> Source:
-    found: Source = request.app.state.console
-    return found
+    return console_of(request).source
 
 
 def number_in(value: Any) -> float | None:

@@ -13,9 +13,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request, Response
 
-from tinkex.server.guard.auth import TOKEN_TTL_S, Auth, address_of, credential_of
-from tinkex.server.guard.failed_logins import FailedLogins
-from tinkex.server.guard.quotas import Quotas
+from tinkex.server.console.source import console_of
+from tinkex.server.guard.auth import TOKEN_TTL_S, address_of, credential_of
+from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.process.problems import ApiError
 from tinkex.store import User
 
@@ -39,8 +39,7 @@ def put_off(request: Request, exc: Exception) -> Exception:
     brings_one = request.url.path.endswith(("/login", "/enter")) or _cookie(request)
     if not brings_one:
         return exc
-    failed_logins: FailedLogins = request.app.state.failed_logins
-    return failed_logins.put_off(exc, address_of(request))
+    return console_of(request).failed_logins.put_off(exc, address_of(request))
 
 
 async def visitor(request: Request) -> User:
@@ -49,20 +48,19 @@ async def visitor(request: Request) -> User:
     The request is counted among the visitor's, as the front door does where a key comes in a
     header.
     """
-    auth: Auth = request.app.state.auth
-    user = await auth.user_of(_cookie(request))
-    request.state.is_admin = await auth.is_admin(_cookie(request))
+    console = console_of(request)
+    user = await console.auth.user_of(_cookie(request))
+    request.state.is_admin = await console.auth.is_admin(_cookie(request))
     request.scope["tinkex.user"] = user.user_id
-    quotas: Quotas | None = getattr(request.app.state, "quotas", None)
-    if quotas is not None:  # folders on one's own disk have none
-        quotas.note(user)
-        quotas.spend(user)
+    if console.quotas is not None:
+        console.quotas.note(user)
+        console.quotas.spend(user)
     return user
 
 
 async def admin_visitor(request: Request) -> User:
     """FastAPI dependency: the same for pages of administrators, or a 403."""
-    await request.app.state.auth.admin_of(_cookie(request))
+    await dependencies_of(request).auth.admin_of(_cookie(request))
     return await visitor(request)
 
 
@@ -100,10 +98,10 @@ async def log_in(request: Request, response: Response, key: str) -> None:
     Raises:
         ApiError: 401, the key is not known.
     """
-    auth: Auth = request.app.state.auth
-    token = await auth.issue_token(key)
-    user = await auth.user_of(token)
-    request.app.state.administration.note_login(user.user_id, address_of(request), by="console")
+    parts = dependencies_of(request)
+    token = await parts.auth.issue_token(key)
+    user = await parts.auth.user_of(token)
+    parts.administration.note_login(user.user_id, address_of(request), by="console")
     leave_cookie(request, response, token, max_age_s=TOKEN_TTL_S)
 
 

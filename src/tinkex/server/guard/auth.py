@@ -5,9 +5,10 @@ A credential travels in `X-API-Key`: a key (`tml-...`) that the store knows by i
 server without any key is open: whoever reaches it is the user `local`; it is refused on any address
 but loopback, and ends when a key is added, for as long as the process lives. Keys are read from the
 store, so that `tinkex keys` works on a running server. Routes ask for `current_user` and never see
-a credential. What a user may touch is decided where the thing lives; what an admin key may do
-besides, where it asks for `current_admin`. A key of the role `metrics` is good for `/metrics` and
-refused everywhere else. A user that an administrator disabled is refused.
+a credential: the door (`server/door.py`) asks once and notes the caller's `Identity`. What a user
+may touch is decided where the thing lives; what an admin key may do besides, where a route asks for
+`current_admin`. A key of the role `metrics` is good for `/metrics` and refused everywhere else. A
+user that an administrator disabled is refused.
 """
 
 from __future__ import annotations
@@ -36,20 +37,43 @@ MAX_CREDENTIAL = 4096
 _CONFIG_NOTE = "set in the server's configuration"
 _URN = "tml:user:"
 _KEY_CLAIM = "key_id"
+CALLER = "tinkex.caller"
+"""In a request's scope: the `Identity` of the caller, once the door has let them in."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Identity:
+class Identity:
+    """The user behind a credential, and what the credential is good for."""
+
     user: User
     key_id: int | None
     """None: nobody's key, because the server is open."""
     role: str
     valid_s: float = CACHE_S
 
+    @property
+    def sees_users(self) -> bool:
+        """Whether `/metrics` tells what each user does."""
+        return self.role in ("admin", "metrics")
+
+    def require_admin(self) -> User:
+        """The user, whose key is an admin's.
+
+        Raises:
+            ApiError: 403 for a key of an ordinary user.
+        """
+        if self.role != "admin":
+            raise ApiError(
+                403,
+                "This needs an admin key. Whoever runs the server makes one with "
+                "`tinkex keys add --user NAME --admin`.",
+            )
+        return self.user
+
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    identity: _Identity
+    identity: Identity
     until: float
 
 
@@ -98,28 +122,28 @@ class Auth:
     def is_open(self) -> bool:
         return self._open_user is not None
 
-    async def user_of(self, credential: str | None) -> User:
-        """The user behind a key or token.
+    async def identity_of(self, credential: str | None, *, for_metrics: bool = False) -> Identity:
+        """The identity behind a key or token; one of the role `metrics` only where that is enough.
 
         Raises:
             ApiError: 401, with a text that never repeats the credential; 403 for a metrics key.
         """
         seen = self._seen.get(credential or "")  # the short way of most requests
-        if seen is not None and seen.until > time.monotonic() and seen.identity.role != "metrics":
-            return seen.identity.user
-        return (await self._identity(credential)).user
+        if seen is None or seen.until <= time.monotonic():
+            identity = await self._any_identity(credential)
+        else:
+            identity = seen.identity
+        if identity.role == "metrics" and not for_metrics:
+            raise ApiError(403, "This key may read /metrics and nothing else. Use another key.")
+        return identity
 
-    async def sees_users(self, credential: str | None) -> bool:
-        """Whether a valid credential, a metrics key among them, is told what each user does.
-
-        Raises:
-            ApiError: 401.
-        """
-        return (await self._any_identity(credential)).role in ("admin", "metrics")
+    async def user_of(self, credential: str | None) -> User:
+        """The user behind a key or token; raises as `identity_of` does."""
+        return (await self.identity_of(credential)).user
 
     async def is_admin(self, credential: str | None) -> bool:
         """Whether a valid credential is an admin key, or a token made for one."""
-        return (await self._identity(credential)).role == "admin"
+        return (await self.identity_of(credential)).role == "admin"
 
     async def admin_of(self, credential: str | None) -> User:
         """The user behind an admin key.
@@ -127,22 +151,9 @@ class Auth:
         Raises:
             ApiError: 401 for no valid key, 403 for one of an ordinary user.
         """
-        found = await self._identity(credential)
-        if found.role != "admin":
-            raise ApiError(
-                403,
-                "This needs an admin key. Whoever runs the server makes one with "
-                "`tinkex keys add --user NAME --admin`.",
-            )
-        return found.user
+        return (await self.identity_of(credential)).require_admin()
 
-    async def _identity(self, credential: str | None) -> _Identity:
-        found = await self._any_identity(credential)
-        if found.role == "metrics":
-            raise ApiError(403, "This key may read /metrics and nothing else. Use another key.")
-        return found
-
-    async def _any_identity(self, credential: str | None) -> _Identity:
+    async def _any_identity(self, credential: str | None) -> Identity:
         credential = (credential or "").strip()
         if len(credential) > MAX_CREDENTIAL:
             raise _refused(f"A key or token has at most {MAX_CREDENTIAL} characters.")
@@ -157,7 +168,7 @@ class Auth:
 
     async def grantor(self, credential: str | None) -> tuple[str, int | None]:
         """(user, key) behind a credential, for what is given away in their name."""
-        found = await self._identity(credential)
+        found = await self.identity_of(credential)
         return found.user.user_id, found.key_id
 
     async def key_of(self, credential: str | None) -> ApiKey | None:
@@ -172,7 +183,7 @@ class Auth:
 
     async def issue_token(self, credential: str | None) -> str:
         """A signed token that acts for a key, good for an hour or until the key is revoked."""
-        found = await self._identity(credential)
+        found = await self.identity_of(credential)
         now = int(time.time())
         claims = {
             "iss": ISSUER,
@@ -193,14 +204,14 @@ class Auth:
                 self._open_user = None
         return self._open_user
 
-    async def _look_up(self, credential: str) -> _Identity:
+    async def _look_up(self, credential: str) -> Identity:
         open_user = await self._still_open()
         if credential.startswith("eyJ"):
             return await self._from_token(credential)
         if open_user is not None:
             if credential and not credential.startswith("tml-"):
                 raise _refused("A key starts with 'tml-'; this server also accepts none at all.")
-            return _Identity(open_user, None, role="admin")
+            return Identity(open_user, None, role="admin")
         if not credential:
             raise _refused("No API key was sent. Set TINKER_API_KEY, or pass api_key.")
         record = await self._store.call(self._store.accounts.find_key, credential)
@@ -208,7 +219,7 @@ class Auth:
             raise _refused("This API key is unknown here or was revoked. Check TINKER_API_KEY.")
         return await self._identified(record, CACHE_S)
 
-    async def _from_token(self, token: str) -> _Identity:
+    async def _from_token(self, token: str) -> Identity:
         try:
             claims: dict[str, Any] = jwt.decode(
                 token,
@@ -224,19 +235,19 @@ class Auth:
         user_id, key_id = str(claims["sub"]).removeprefix(_URN), claims.get(_KEY_CLAIM)
         left_s = claims["exp"] - time.time()
         if key_id is None and self._open_user is not None:  # made by this server while it is open
-            return _Identity(await self._user(user_id), None, "admin", left_s)
+            return Identity(await self._user(user_id), None, "admin", left_s)
         record = None if key_id is None else await self._standing(key_id, user_id)
         if record is None:
             raise _refused("The key this token was made for is revoked. Use another key.")
         return await self._identified(record, left_s)
 
-    async def _identified(self, key: ApiKey, valid_s: float) -> _Identity:
+    async def _identified(self, key: ApiKey, valid_s: float) -> Identity:
         user = replace(
             await self._user(key.user_id),
             key_id=key.key_id,
             key_requests_per_minute=key.requests_per_minute,
         )
-        return _Identity(user, key.key_id, key.role, valid_s)
+        return Identity(user, key.key_id, key.role, valid_s)
 
     async def may_act(self, key_id: int | None, user_id: str) -> bool:
         """Whether what was given away in the name of a key is still good."""
@@ -294,15 +305,15 @@ def address_of(request: Request) -> str:
 
 
 async def current_user(request: Request) -> User:
-    """FastAPI dependency: the caller, or a 401."""
-    auth: Auth = request.app.state.auth
-    return await auth.user_of(credential_of(request))
+    """FastAPI dependency: the caller that the door let in."""
+    caller: Identity = request.scope[CALLER]
+    return caller.user
 
 
 async def current_admin(request: Request) -> User:
-    """FastAPI dependency: the caller, whose key is an admin's, or a 401 or 403."""
-    auth: Auth = request.app.state.auth
-    return await auth.admin_of(credential_of(request))
+    """FastAPI dependency: the caller, whose key is an admin's, or a 403."""
+    caller: Identity = request.scope[CALLER]
+    return caller.require_admin()
 
 
 CurrentAdmin = Annotated[User, Depends(current_admin)]

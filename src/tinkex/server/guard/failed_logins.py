@@ -23,33 +23,38 @@ class _Tries:
 
 
 class FailedLogins:
-    """Counts refused credentials by address. `knocked` is told of an address, once a minute."""
+    """Counts refused credentials by address; `on_refused` hears of an address once a minute."""
 
     MAX_A_MINUTE = 120
 
-    def __init__(self, knocked: Callable[[str], None] = lambda address: None) -> None:
-        self._knocked = knocked
+    def __init__(
+        self,
+        on_refused: Callable[[str], None] = lambda address: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._on_refused = on_refused
+        self._clock = clock
         self._tries: OrderedDict[str, _Tries] = OrderedDict()
 
     def put_off(self, exc: Exception, address: str) -> Exception:
-        """What to tell an address whose request failed with `exc`: a 401 too many is a 429."""
+        """The failure to answer an address with: a 401 too many becomes a 429."""
         if not (isinstance(exc, ApiError) and exc.status == 401):
             return exc
         too_many = self._failed(address)
         if not too_many:
             return exc
         if too_many == 1:
-            self._knocked(address)
+            self._on_refused(address)
         text = f"Too many attempts without a valid key. {exc} Wait a minute."
         return ApiError(429, text, headers={"Retry-After": "60"})
 
     def _failed(self, address: str) -> int:
         """Note an attempt; gives how many there were beyond what is allowed in this minute."""
-        now = time.monotonic()
-        found = self._tries.get(address)
-        if found is None or found.until < now:
-            found = self._tries[address] = _Tries(0, now + 60)
+        now = self._clock()
+        tries = self._tries.get(address)
+        if tries is None or tries.until < now:
+            tries = self._tries[address] = _Tries(0, now + 60)
             while len(self._tries) > MAX_REMEMBERED:
                 self._tries.popitem(last=False)
-        found.amount += 1
-        return max(0, found.amount - self.MAX_A_MINUTE)
+        tries.amount += 1
+        return max(0, tries.amount - self.MAX_A_MINUTE)

@@ -1,47 +1,38 @@
-"""Read request bodies within limits and write small answers fast.
+"""Read request bodies within limits: of one route, of one user, of the whole server.
 
-Hot routes take the raw request: bodies are read once, decompressed with a bound and decoded off the
-event loop when they are large, so that a heartbeat never waits behind a big batch.
+A body is read once, decompressed with a bound and decoded off the event loop when it is large, so
+that a heartbeat never waits behind a big batch. The door has asked before who sends it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-import orjson
-from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from fastapi import Request
 from starlette.requests import ClientDisconnect
-from starlette.types import Scope
+from starlette.types import Message, Receive, Scope
 
-from tinkex.server.fairness.gate import FairGate
-from tinkex.server.guard.auth import CurrentAdmin, CurrentUser
-from tinkex.server.guard.limits import BodyBudget, body_limit
+from tinkex.server.guard.limits import BodyBudget, body_limit, too_large
+from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.process.off_loop import LARGE_BYTES, off_loop
 from tinkex.server.process.problems import ApiError
-from tinkex.server.service.service import Service
-from tinkex.store import User
-from tinkex.wire import requests, results, sample_batch
+from tinkex.wire import requests, sample_batch
 from tinkex.wire.body import BodyTooLargeError, frame_size, unpack, unpacked_size
 from tinkex.wire.budget import parsed_json_bytes
-from tinkex.wire.endpoints import ENDPOINTS
-from tinkex.wire.generation import JSON, names_protobuf
+from tinkex.wire.generation import names_protobuf
 from tinkex.wire.requests import Opened
 
-Handler = TypeVar("Handler", bound=Callable[..., Any])
 T = TypeVar("T")
 SMALL_BODY_BYTES = 16 * 1024
 """Bodies below this are not counted against the budget."""
-READING_AT_ONCE = 2
-"""Bodies of many parts that are parsed and checked at a time."""
 RESERVE_BYTES = 1024 * 1024
 """Reserved at a time for a body that does not say its length."""
 _KEPT = "tinkex.body"
+_SIZE = "tinkex.size"
 _HELD = "tinkex.held"
 _PARSED = "tinkex.parsed"
 _HEADERS = "tinkex.headers"
@@ -60,9 +51,30 @@ def header(request: Request, name: bytes) -> str:
     return headers_of(request.scope).get(name, b"").decode("latin-1")
 
 
-def service_of(request: Request) -> Service:
-    service: Service = request.scope["app"].state.service
-    return service
+def limited(scope: Scope, receive: Receive, max_body_bytes: int) -> Receive:
+    """`receive` that refuses a body beyond the limit of its route, before or while it is read.
+
+    Raises:
+        HTTPException: 413, the declared length is beyond it already, or is no length.
+    """
+    headers = headers_of(scope)
+    kind = headers.get(b"content-type", b"").decode("latin-1")
+    limit = body_limit(scope["path"], kind, max_body_bytes)
+    declared = headers.get(b"content-length", b"0")
+    if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
+        raise too_large(limit)
+    scope[_SIZE] = (int(declared), limit)
+    size = 0
+
+    async def bounded() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > limit:
+            raise too_large(limit)
+        return message
+
+    return bounded
 
 
 async def receive_body(request: Request) -> bytes:
@@ -72,16 +84,13 @@ async def receive_body(request: Request) -> bytes:
     given back by `let_go` when the request ends.
 
     Raises:
-        ApiError: 413 for too much, 429 when the server holds too many bodies.
+        HTTPException: 413 for too much.
+        ApiError: 429, when the server holds too many bodies.
     """
     kept: bytes | None = request.scope.get(_KEPT)
     if kept is not None:
         return kept
-    limit = limit_of(request)
-    declared = headers_of(request.scope).get(b"content-length", b"")
-    reserved = int(declared) if declared.isdigit() and len(declared) < 20 else 0
-    if reserved > limit:
-        raise _too_large(limit)
+    reserved, _ = request.scope[_SIZE]  # the declared length; 0 for a body that declares none
     if reserved >= SMALL_BODY_BYTES:
         await _reserve(request, reserved)
     parts: list[bytes] = []
@@ -92,8 +101,6 @@ async def receive_body(request: Request) -> bytes:
             raise ClientDisconnect()
         part, is_more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
-        if size > limit:
-            raise _too_large(limit)
         if size > reserved:
             await _reserve(request, RESERVE_BYTES)
             reserved += RESERVE_BYTES
@@ -103,17 +110,11 @@ async def receive_body(request: Request) -> bytes:
     return body
 
 
-def limit_of(request: Request) -> int:
-    """Most bytes the body of this request may have."""
-    kind = header(request, b"content-type")
-    return body_limit(request.scope["path"], kind, service_of(request).config.max_body_bytes)
-
-
 async def _reserve(request: Request, num_bytes: int) -> None:
     if num_bytes < SMALL_BODY_BYTES:
         return
     user_id: str = request.scope["tinkex.user"]  # noted by whoever let the caller in
-    budget: BodyBudget = request.app.state.bodies
+    budget = dependencies_of(request).bodies
     held: list[tuple[str, int]] = request.scope.setdefault(_HELD, [])
     await budget.reserve(user_id, num_bytes, own_bytes=sum(size for _, size in held))
     held.append((user_id, num_bytes))
@@ -128,7 +129,7 @@ async def reserve_parsed(request: Request, num_bytes: int) -> None:
     if num_bytes < SMALL_BODY_BYTES:
         return
     user_id: str = request.scope["tinkex.user"]
-    budget: BodyBudget = request.app.state.parsed_bodies
+    budget = dependencies_of(request).parsed_bodies
     await budget.reserve(user_id, num_bytes)
     request.scope[_PARSED] = (budget, user_id, num_bytes)
 
@@ -155,7 +156,8 @@ async def read_body(request: Request) -> bytes:
     """The body, decompressed, within the route's size.
 
     Raises:
-        ApiError: 413 for too much, 415 for a compression we do not know.
+        HTTPException: 413 for too much.
+        ApiError: 415 for a compression we do not know.
     """
     body = await receive_body(request)
     if b"content-encoding" not in headers_of(request.scope):
@@ -165,18 +167,18 @@ async def read_body(request: Request) -> bytes:
         return body
     if encoding != "zstd":
         raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; use zstd.")
-    limit = limit_of(request)
+    _, limit = request.scope[_SIZE]
     try:
         return await _decompress(request, body, limit)
     except BodyTooLargeError as exc:
-        raise _too_large(limit) from exc
+        raise too_large(limit) from exc
 
 
 async def _decompress(request: Request, body: bytes, limit: int) -> bytes:
     """Bounded: a small body that unpacks into gigabytes is refused while it unpacks."""
     if (declared := frame_size(body)) is not None:
         if declared > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         await _reserve(request, declared)
         with suppress(BodyTooLargeError):
             work = partial(unpack, body, "zstd", max_bytes=declared)
@@ -185,14 +187,6 @@ async def _decompress(request: Request, body: bytes, limit: int) -> bytes:
     size = await off_loop(limit, partial(unpacked_size, body, max_bytes=limit))
     await _reserve(request, size)
     return await off_loop(size, partial(unpack, body, "zstd", max_bytes=size))
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(
-        413,
-        f"The body exceeds the {limit} bytes that this route takes; send less per request.",
-        headers={"Connection": "close"},
-    )
 
 
 async def read(request: Request, name: str) -> Any:
@@ -218,91 +212,16 @@ async def _in_turn(request: Request, name: str, work: Callable[[str, bytes, str]
     """What `work` makes of the body, off the event loop unless it is small.
 
     A parser of JSON holds the interpreter's lock from end to end, so large JSON waits for room for
-    what it becomes, then for one of a few places, fair between users: those of `/v1`, too.
+    what it becomes, then for one of a few turns, fair between users: that of `/v1`, too.
     """
     raw, kind = await read_body(request), header(request, b"content-type")
     if len(raw) < LARGE_BYTES or names_protobuf(kind):
         return await off_loop(len(raw), work, name, raw, kind)
     await reserve_parsed(request, await asyncio.to_thread(parsed_json_bytes, raw))
-    gate: FairGate = request.app.state.reading
-    async with gate.place(request.scope["tinkex.user"], len(raw)):
-        return await asyncio.to_thread(work, name, raw, kind)
+    return await parse_in_turn(request, len(raw), work, name, raw, kind)
 
 
-class Answer(Response):
-    """Bytes of a media type, ready to be sent. What it has it has from the start, so the front
-    door sends it without asking Starlette."""
-
-    def __init__(self, content: bytes, media_type: str = JSON, status_code: int = 200) -> None:
-        self.body, self.status_code, self.background = content, status_code, None
-        self.raw_headers = [
-            (b"content-length", b"%d" % len(content)),
-            (b"content-type", media_type.encode("latin-1")),
-        ]
-
-
-def answer(body: BaseModel | Mapping[str, Any], status: int = 200) -> Answer:
-    """A declared result, or a small object, as JSON."""
-    content = results.encode(body).content if isinstance(body, BaseModel) else orjson.dumps(body)
-    return Answer(content, status_code=status)
-
-
-_CALLERS = {"user": CurrentUser, "admin": CurrentAdmin}
-_PARTS = frozenset(
-    "auth metrics names administration presence service shelf store trajectories".split()
-)
-"""Of `app.state`, by the names that handlers ask for them."""
-_BY_NAME = inspect.Parameter.KEYWORD_ONLY
-
-
-def serve(router: APIRouter, name: str, /, **options: Any) -> Callable[[Handler], Handler]:
-    """Make a function the handler of an endpoint, at the method and path of its row.
-
-    A function that takes the `request` answers it by itself. Any other has a parameter for what it
-    needs: `asked`, the judged body; `user` or, where an admin key is needed, `admin`; parts of the
-    server, such as `store`; all else is in the path and the query. It gives the row's result, a
-    small object, or None, which is a 204. A key is needed whether it asks for its user or not.
-    """
-    endpoint = ENDPOINTS[name]
-    path = endpoint.path.removeprefix(router.prefix)
-
-    def put(handler: Handler) -> Handler:
-        declared = inspect.signature(handler, eval_str=True)
-        route: Callable[..., Any] = handler
-        if "request" not in declared.parameters:
-            route = _route(handler, name, declared)
-            options["status_code"] = 204 if declared.return_annotation is None else 200
-        router.add_api_route(path, route, methods=[endpoint.method], **options)
-        return handler
-
-    return put
-
-
-def _route(
-    handler: Callable[..., Any], name: str, declared: inspect.Signature
-) -> Callable[..., Any]:
-    """What FastAPI and the front door call, both with the request and its caller."""
-    needs = declared.parameters
-    parts = sorted(_PARTS & needs.keys())
-    caller = "admin" if "admin" in needs else "user"
-
-    async def route(request: Request, user: User, **given: Any) -> Response:
-        state = request.scope["app"].state
-        for part in parts:
-            given[part] = getattr(state, part)
-        if caller in needs:
-            given[caller] = user
-        if "asked" in needs:
-            given["asked"] = await read(request, name)
-        made = await handler(**given)
-        if made is None:
-            return Response(status_code=204)
-        return made if isinstance(made, Response) else answer(made)
-
-    rest = [one for n, one in needs.items() if n not in {*parts, caller, "asked"}]
-    fixed = {"request": Request, "user": _CALLERS[caller]}
-    shown = [inspect.Parameter(n, _BY_NAME, annotation=kind) for n, kind in fixed.items()]
-    shown += [one.replace(kind=_BY_NAME) for one in rest]
-    route.__name__, route.__doc__ = handler.__name__, handler.__doc__
-    route.__signature__ = inspect.Signature(shown, return_annotation=Response)  # type: ignore[attr-defined]
-    return route
+async def parse_in_turn(request: Request, cost: int, work: Callable[..., T], *args: Any) -> T:
+    """Run `work` on a thread, in one of a few turns that are fair between users."""
+    async with dependencies_of(request).reading.place(request.scope["tinkex.user"], cost):
+        return await asyncio.to_thread(work, *args)

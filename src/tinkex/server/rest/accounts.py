@@ -7,31 +7,29 @@ from fastapi import APIRouter, Request, Response
 from tinkex import types
 from tinkex.server.guard.auth import (
     ORGANIZATION,
-    Auth,
     CurrentUser,
     address_of,
     credential_of,
     is_configured,
 )
-from tinkex.server.http.bodies import answer, serve
+from tinkex.server.http.dependencies import dependencies_of
+from tinkex.server.http.handlers import answer, serve
 from tinkex.server.process.problems import ApiError
-from tinkex.store import Store
 
 router = APIRouter(prefix="/api/v1/auth", tags=["accounts"])
 
 
 @serve(router, "exchange_token")
 async def exchange_token(request: Request, user: CurrentUser) -> Response:
-    auth: Auth = request.app.state.auth
-    token = await auth.issue_token(credential_of(request))
-    request.app.state.administration.note_login(user.user_id, address_of(request), by="token")
+    parts = dependencies_of(request)
+    token = await parts.auth.issue_token(credential_of(request))
+    parts.administration.note_login(user.user_id, address_of(request), by="token")
     return answer(types.AuthTokenResponse(jwt=token))
 
 
 @serve(router, "describe_key")
 async def describe_key(request: Request, user: CurrentUser) -> Response:
-    auth: Auth = request.app.state.auth
-    record = await auth.key_of(credential_of(request))
+    record = await dependencies_of(request).auth.key_of(credential_of(request))
     email = user.email or f"{user.user_id}@localhost"
     details = types.ApiKeyDetails(
         org_details=types.OrgDetails(name=ORGANIZATION),
@@ -49,8 +47,7 @@ async def describe_key(request: Request, user: CurrentUser) -> Response:
 
 @serve(router, "revoke_key", status_code=204)
 async def revoke_key(request: Request, user: CurrentUser) -> Response:
-    auth: Auth = request.app.state.auth
-    store: Store = request.app.state.store
+    auth, store = dependencies_of(request).auth, dependencies_of(request).store
     record = await auth.key_of(credential_of(request))
     if record is None:
         raise ApiError(403, "There is no key to revoke: this server is open, or a token was sent.")

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
 
 from tinkex import types
-from tinkex.server.http.bodies import serve
+from tinkex.server.http.handlers import serve
 from tinkex.server.http.inputs import Text, moment
 from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.views import audit_view, storage_view, texts, usage_view

@@ -19,7 +19,8 @@ from fastapi.responses import RedirectResponse
 from tinkex import types
 from tinkex.server.files.checkpoints import Shelf, TinkerPath, checked_path, expiry_of
 from tinkex.server.guard.auth import Auth, CurrentUser
-from tinkex.server.http.bodies import answer, serve
+from tinkex.server.http.dependencies import dependencies_of
+from tinkex.server.http.handlers import answer, serve
 from tinkex.server.http.inputs import Limit, Offset, Text, cursor, moment
 from tinkex.server.rest import idle_run
 from tinkex.server.rest.files import link
@@ -80,7 +81,7 @@ async def set_ttl(
 @serve(router, "checkpoint_archive")
 async def archive(request: Request, user: CurrentUser, path: Where) -> Response:
     """A link to the checkpoint as one tar: a 302 for clients that ask for the archive itself."""
-    shelf: Shelf = request.app.state.shelf
+    shelf = dependencies_of(request).shelf
     found = await shelf.readable(str(path), user)
     named = {"archive": found.path, "version": found.folder}
     url, expires = await link(request, named, f"{path.name}.tar")
@@ -95,7 +96,7 @@ async def archive(request: Request, user: CurrentUser, path: Where) -> Response:
 @serve(router, "external_weights_urls")
 async def file_urls(request: Request, user: CurrentUser, path: Where) -> Response:
     """A signed link for each file. Works for every kind, not only for external weights."""
-    shelf: Shelf = request.app.state.shelf
+    shelf = dependencies_of(request).shelf
     found = await shelf.readable(str(path), user)
     files = await asyncio.to_thread(_relative_files, await shelf.at_hand(found.folder))
     urls: dict[str, str] = {}

@@ -17,11 +17,10 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
-from tinkex.server.files.checkpoints import Shelf
-from tinkex.server.files.signing import Signer
 from tinkex.server.files.tar import FolderTar
-from tinkex.server.guard.auth import Auth, credential_of
-from tinkex.server.http.bodies import serve
+from tinkex.server.guard.auth import credential_of
+from tinkex.server.http.dependencies import dependencies_of
+from tinkex.server.http.handlers import serve
 from tinkex.server.http.inputs import Text
 from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.trace import chrome_trace
@@ -33,26 +32,23 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 async def link(request: Request, resource: dict[str, Any], file_name: str) -> tuple[str, float]:
     """A URL that opens `resource` for an hour, and when it ends."""
-    signer: Signer = request.app.state.signer
-    auth: Auth = request.app.state.auth
-    user_id, key_id = await auth.grantor(credential_of(request))
-    signed = signer.sign({**resource, "user": user_id, "key": key_id})
+    parts = dependencies_of(request)
+    user_id, key_id = await parts.auth.grantor(credential_of(request))
+    signed = parts.signer.sign({**resource, "user": user_id, "key": key_id})
     base = str(request.base_url).rstrip("/")
     return f"{base}/api/v1/signed/{signed.token}/{quote(file_name)}", signed.expires_at
 
 
 @serve(router, "download")
 async def download(request: Request, token: Text, file_name: Text) -> Response:
-    signer: Signer = request.app.state.signer
-    store: Store = request.app.state.store
-    shelf: Shelf = request.app.state.shelf
-    auth: Auth = request.app.state.auth
-    resource = signer.open(token)
-    if not await auth.may_act(resource.get("key"), str(resource.get("user"))):
+    parts = dependencies_of(request)
+    store = parts.store
+    resource = parts.signer.open(token)
+    if not await parts.auth.may_act(resource.get("key"), str(resource.get("user"))):
         raise ApiError(403, "The key this link was made with is revoked. Ask for a new link.")
     if "trace" in resource:
         return await _trace(store, resource["trace"])
-    folder = await shelf.at_hand((await _checkpoint(store, resource)).folder)
+    folder = await parts.shelf.at_hand((await _checkpoint(store, resource)).folder)
     if "archive" in resource:
         return await asyncio.to_thread(archive, request, folder, file_name)
     return await asyncio.to_thread(_file, folder, resource["name"])

@@ -27,7 +27,9 @@ from tinkex.errors import InvalidInputError
 from tinkex.server.files.checkpoints import TinkerPath, check_name
 from tinkex.server.files.folders import folder_size
 from tinkex.server.guard.auth import CurrentUser
-from tinkex.server.http.bodies import read_body, serve, service_of
+from tinkex.server.http.bodies import read_body
+from tinkex.server.http.dependencies import service_of
+from tinkex.server.http.handlers import serve
 from tinkex.server.http.inputs import Text
 from tinkex.server.rest import idle_run
 from tinkex.server.service.service import Service

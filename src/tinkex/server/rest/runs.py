@@ -11,7 +11,7 @@ from fastapi import APIRouter
 
 from tinkex import types
 from tinkex.server.files.checkpoints import Shelf
-from tinkex.server.http.bodies import serve
+from tinkex.server.http.handlers import serve
 from tinkex.server.http.inputs import AccessScope, Limit, Offset, Text, cursor
 from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.views import run_view, weights_view

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Request, Response
 
 from tinkex import types
 from tinkex.server.guard.auth import CurrentUser, user_id_of_urn
-from tinkex.server.http.bodies import answer, serve
+from tinkex.server.http.dependencies import dependencies_of
+from tinkex.server.http.handlers import answer, serve
 from tinkex.server.http.inputs import AccessScope, Limit, Offset, Text, moment
 from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.files import link
@@ -91,7 +92,7 @@ async def finish(
 
 @serve(router, "export_session_trace")
 async def trace_export(request: Request, user: CurrentUser, session_id: Text) -> Response:
-    store: Store = request.app.state.store
+    store = dependencies_of(request).store
     await owned_session(store, session_id, user)
     url, _ = await link(request, {"trace": session_id}, f"{session_id}.json")
     return answer(types.TraceExportResponse(status="ready", url=url))

@@ -15,7 +15,9 @@ from fastapi import APIRouter, Request, Response
 
 from tinkex import types
 from tinkex.server.guard.auth import CurrentUser
-from tinkex.server.http.bodies import Answer, answer, header, read, serve, service_of
+from tinkex.server.http.bodies import header, read
+from tinkex.server.http.dependencies import service_of
+from tinkex.server.http.handlers import Answer, answer, serve
 from tinkex.server.jobs import encode
 from tinkex.server.process.off_loop import off_loop
 from tinkex.server.process.problems import ApiError

@@ -14,7 +14,9 @@ from tinkex import types
 from tinkex.engine.jobs import Event, Progress, Tokens
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.guard.auth import CurrentUser
-from tinkex.server.http.bodies import answer, open_body, open_samples, serve, service_of
+from tinkex.server.http.bodies import open_body, open_samples
+from tinkex.server.http.dependencies import service_of
+from tinkex.server.http.handlers import answer, serve
 from tinkex.server.jobs import encode
 from tinkex.server.process.off_loop import off_loop
 from tinkex.server.process.problems import ApiError

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request, Response
 
 from tinkex.contract.sampling import EXTENSIONS
 from tinkex.errors import InvalidInputError
-from tinkex.server.guard.callers import foreign_sees_users
-from tinkex.server.guard.connections import ConnectionLimits
-from tinkex.server.http.bodies import Answer, answer, serve, service_of
+from tinkex.server.guard.auth import CALLER
+from tinkex.server.http.dependencies import Dependencies, dependencies_of, service_of
+from tinkex.server.http.handlers import Answer, answer, serve
 from tinkex.server.process.presence import Presence
 from tinkex.server.process.problems import problem
 from tinkex.server.service.metrics import ServerMetrics
@@ -78,18 +78,16 @@ async def readyz(request: Request) -> Response:
 @router.get("/metrics", tags=["operators"])
 async def metrics(request: Request) -> Response:
     """Prometheus text; with an admin or metrics key, what each user does besides."""
-    text: bytes = request.app.state.metrics.render(
-        service_of(request),
-        with_users=await foreign_sees_users(request),
-        **_of_this_process(request.app.state),
+    parts, caller = dependencies_of(request), request.scope[CALLER]
+    text = parts.metrics.render(
+        parts.service, with_users=caller.sees_users, **_of_this_process(parts)
     )
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _of_this_process(state: Any) -> dict[str, float]:
-    values = {"held_body_bytes": float(state.bodies.held_bytes)}
-    limits: ConnectionLimits | None = getattr(state, "connections", None)
-    if limits is not None:  # absent where no socket is
+def _of_this_process(parts: Dependencies) -> dict[str, float]:
+    values = {"held_body_bytes": float(parts.bodies.held_bytes)}
+    if (limits := parts.connections) is not None:
         values |= {"connections": limits.num_open, "connections_refused": limits.num_refused}
     return values
 

@@ -6,7 +6,9 @@ from fastapi import APIRouter, Request, Response
 
 from tinkex import types
 from tinkex.server.guard.auth import CurrentUser
-from tinkex.server.http.bodies import answer, open_body, serve, service_of
+from tinkex.server.http.bodies import open_body
+from tinkex.server.http.dependencies import service_of
+from tinkex.server.http.handlers import answer, serve
 from tinkex.server.operations.table import OPERATIONS
 from tinkex.server.service.service import Service
 from tinkex.store import User

@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 
 from tinkex.server.administration.administration import Administration
-from tinkex.server.http.bodies import serve
+from tinkex.server.http.handlers import serve
 from tinkex.server.http.inputs import Limit, Offset, Text, cursor
 from tinkex.store import ApiKey, UsedBy, User
 from tinkex.types.account.administration import (

@@ -1,0 +1,247 @@
+"""The one way in: who calls, may they, how large is it; then the table of handlers.
+
+Every request is asked the same in the same order, before a byte of its body is read: the key, then
+quotas and room on the disk, then the size of the body. Then a handler answers it: those that are
+called most, and the endpoints of foreign APIs, by a table from path to function; all others by
+FastAPI's routes. Matching fifty routes and resolving dependencies costs more than most requests do.
+The door also measures every request and notes that somebody is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from tinkex.server.compat.refusals import in_their_words
+from tinkex.server.fairness.gate import FairGate
+from tinkex.server.guard.auth import CALLER, Identity
+from tinkex.server.guard.callers import foreign_credential, is_foreign, own_credential
+from tinkex.server.guard.connections import HOLD_HEAD
+from tinkex.server.guard.origin import check_local
+from tinkex.server.guard.quotas import LIMITED_PATHS
+from tinkex.server.http.bodies import headers_of, let_go, limited, receive_body
+from tinkex.server.http.dependencies import Dependencies
+from tinkex.server.http.handlers import Answer
+from tinkex.server.process import problems
+from tinkex.server.process.logs import answering
+from tinkex.store import User
+from tinkex.wire.endpoints import ENDPOINTS
+
+access_logger = logging.getLogger("tinkex.access")
+# A burst of thousands of these must not stand between a heartbeat and its answer.
+_SUBMITS = frozenset(
+    row.path for row in ENDPOINTS.values() if row.size == "large" or row.name == "asample"
+)
+# Calls that take room on the disk; polls, heartbeats and deletions go on when it is nearly full.
+_STORES = frozenset(
+    f"/api/v1/{name}"
+    for name in (
+        "create_session",
+        "create_sampling_session",
+        "create_custom_loss",
+        "asample",
+        "asample_batch",
+        "checkpoints/import",
+        "copy_weights",
+    )
+)
+MAX_SUBMITTING = 32
+SUBMIT_COST = 4096
+"""What a request costs beside the bytes of its body, in bytes."""
+_NEED_KEY = ("/api/", "/tinkex/")
+# A probe of its health needs no key, and the link of a download is its permission.
+_WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
+# For whoever has a key; `/metrics` has a role of its own.
+_FOR_OPERATORS = frozenset({"/docs", "/redoc", "/openapi.json"})
+Endpoint = Callable[[Request, User], Awaitable[Response]]
+_ids = random.Random()
+_NO_TURN = nullcontext()
+
+
+class Door(FastAPI):
+    """FastAPI's application behind the door."""
+
+    def open(self, dependencies: Dependencies, endpoints: Mapping[str, Endpoint]) -> None:
+        """Let requests in. `endpoints` are handlers of POST requests by their paths."""
+        self.state.dependencies = self._dependencies = dependencies
+        self._auth = dependencies.auth
+        self._quotas = dependencies.quotas
+        self._max_body_bytes = dependencies.config.max_body_bytes
+        self._endpoints = dict(endpoints)
+        self._turns = FairGate(MAX_SUBMITTING)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        scope["app"] = self
+        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        with _Visit(self._dependencies, scope, send, is_known=endpoint is not None) as visit:
+            try:
+                user = await self._let_in(scope)
+                receive = limited(scope, receive, self._max_body_bytes)
+            except Exception as exc:
+                # A client over its rate keeps its connection where it calls often; elsewhere the
+                # connection ends, so that the rest of a refused body is never read.
+                stays = endpoint is not None and not is_foreign(scope["path"])
+                response = self._refusal(exc, scope, closes=not stays)
+                await response(scope, receive, visit.send)
+                return
+            if endpoint is None:
+                await super().__call__(scope, receive, visit.send)
+                return
+            assert user is not None, scope["path"]  # every path of the table needs a key
+            request = Request(scope, receive)
+            try:
+                async with await self._turn(request, user):
+                    response = await endpoint(request, user)
+            except Exception as exc:
+                response = self._refusal(exc, scope)
+            if not isinstance(response, Answer):
+                await response(scope, receive, visit.send)
+                return
+            if (hold := scope.get(HOLD_HEAD)) is not None:
+                hold()
+            await send(visit.head(response))
+            await send({"type": "http.response.body", "body": response.body})
+
+    async def _let_in(self, scope: Scope) -> User | None:
+        """Ask who calls and whether they may go on; None where no key is needed.
+
+        Raises:
+            ApiError: 401 without a valid key, 403 for one that is not enough or a web page, 429 or
+                507 for a caller who has enough, or a disk that is nearly full.
+        """
+        if self._auth.is_open:
+            check_local(scope["headers"])
+        caller = await self._caller(scope)
+        if caller is None:
+            return None
+        scope[CALLER] = caller
+        path = scope["path"]
+        if path == "/metrics" or path in _FOR_OPERATORS:
+            return None  # pages of operators are nobody's work and count against no rate
+        await self._admit(caller.user, scope)
+        return caller.user
+
+    async def _caller(self, scope: Scope) -> Identity | None:
+        path, headers = scope["path"], headers_of(scope)
+        if path.startswith(_NEED_KEY):
+            if path.startswith(_WITHOUT_KEY):
+                return None
+            return await self._auth.identity_of(own_credential(headers))
+        is_metrics = path == "/metrics"
+        if is_metrics or is_foreign(path) or path in _FOR_OPERATORS:
+            credential = foreign_credential(headers, is_open=self._auth.is_open)
+            return await self._auth.identity_of(credential, for_metrics=is_metrics)
+        return None  # the console asks by itself: its visitors have a cookie
+
+    async def _admit(self, user: User, scope: Scope) -> None:
+        """Refuse what the user has enough of, and new things while the disk is nearly full."""
+        scope["tinkex.user"] = user.user_id
+        self._quotas.note(user)
+        self._quotas.spend(user)
+        if scope["method"] == "POST":
+            if scope["path"] in _STORES:
+                self._dependencies.service.room.require()
+            if scope["path"] in LIMITED_PATHS:
+                await self._quotas.require(user.user_id, scope["path"])
+
+    async def _turn(self, request: Request, user: User) -> AbstractAsyncContextManager[None]:
+        """A turn among the large bodies, for a request that has one."""
+        if request.scope["path"] not in _SUBMITS:
+            return _NO_TURN
+        size = len(await receive_body(request))  # a slow sender must not hold a turn
+        return self._turns.place(user.user_id, size + SUBMIT_COST)
+
+    def _refusal(self, exc: Exception, scope: Scope, *, closes: bool = False) -> Response:
+        """The answer to a request that failed, in the words of the API that was called."""
+        address = scope["client"][0] if scope.get("client") else ""
+        # A caller whose key is unknown, again and again, is asked to wait.
+        ours = problems.response_for(self._dependencies.failed_logins.put_off(exc, address))
+        response = in_their_words(scope["path"], ours)
+        if closes or response.status_code in (401, 413):
+            response.headers["Connection"] = "close"
+        return response
+
+
+class _Visit:
+    """`with`: one request, from the door to the end of its answer."""
+
+    def __init__(
+        self, dependencies: Dependencies, scope: Scope, send: Send, *, is_known: bool
+    ) -> None:
+        """`is_known`: the path has no ids in it, so metrics and log may call the route by it."""
+        self._dependencies, self._scope, self._send = dependencies, scope, send
+        self._is_known = is_known
+        self._status = 500
+        self._request_id = _request_id(headers_of(scope))
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> _Visit:
+        answering.set(self._request_id)
+        self._dependencies.presence.request_started()
+        return self
+
+    async def send(self, message: Message) -> None:
+        """Send a piece of the answer; the first one names the request."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            message["headers"] = [*message["headers"], self._id_header]
+        await self._send(message)
+
+    def head(self, answer: Answer) -> Message:
+        """The first piece of an answer that is all there, as `send` would send it."""
+        self._status = answer.status_code
+        headers = [*answer.raw_headers, self._id_header]
+        return {"type": "http.response.start", "status": self._status, "headers": headers}
+
+    @property
+    def _id_header(self) -> tuple[bytes, bytes]:
+        return (b"x-request-id", self._request_id.encode())
+
+    def __exit__(self, *_: object) -> None:
+        scope, dependencies = self._scope, self._dependencies
+        let_go(scope, dependencies.bodies)
+        dependencies.presence.request_ended()
+        matched = getattr(scope.get("route"), "path", "unknown")
+        route = scope["path"] if self._is_known else matched
+        spent_s = time.perf_counter() - self._started
+        user_id = scope.get("tinkex.user") or ""
+        dependencies.metrics.observe(route, self._status, spent_s, user_id)
+        if dependencies.config.access_log:
+            _log(scope, route, self._request_id, self._status, spent_s)
+
+
+def _request_id(headers: Mapping[bytes, bytes]) -> str:
+    """The caller's own id, when it is plain and short; else a new one."""
+    sent = headers.get(b"x-request-id")
+    if sent is not None and _is_plain(sent):
+        return sent.decode()
+    return f"{_ids.getrandbits(64):016x}"  # it names, and proves nothing
+
+
+def _is_plain(sent: bytes) -> bool:
+    return 0 < len(sent) <= 64 and sent.replace(b"-", b"").isalnum()
+
+
+def _log(scope: Scope, route: str, request_id: str, status: int, spent_s: float) -> None:
+    """Write one line of JSON, without queries and bodies: they may hold what is private."""
+    line = {
+        "at": round(time.time(), 3),
+        "request_id": request_id,
+        "address": scope["client"][0] if scope.get("client") else None,
+        "user": scope.get("tinkex.user"),
+        "method": scope["method"],
+        "route": route,
+        "status": status,
+        "seconds": round(spent_s, 6),
+    }
+    access_logger.info("%s", orjson.dumps(line).decode())
