@@ -97,20 +97,20 @@ async def test_a_prompt_goes_where_its_beginning_is_cached_unless_the_line_is_mu
 async def test_a_pool_grows_while_it_works_and_its_gates_with_it(tmp_path: Path) -> None:
     async with open_app(tmp_path, engine="toy:token_latency_s=0.01") as world:
         place, config = world.service.workers, world.service.config
-        before = place.sampling.num_places
+        before = place.sampling.num_slots
         running = [asyncio.ensure_future(place.pool.wait_ready())]
         await asyncio.gather(*running)
         jobs = [place.pool.post(sample([n], n, max_tokens=20)) for n in range(4)]
         added = make_worker(config, 1, "cpu")
         await place.pool.add(added)
         await added.wait_ready()
-        assert place.sampling.num_places == 2 * before
+        assert place.sampling.num_slots == 2 * before
         assert len(await asyncio.gather(*jobs)) == 4
         jobs = [place.pool.post(sample([n], n)) for n in range(2)]
         assert place.pool._router.backlog.of(added) > 0
         await asyncio.gather(*jobs)
         await place.pool.remove(added)
-        assert place.sampling.num_places == before
+        assert place.sampling.num_slots == before
 
 
 @pytest.mark.parametrize(

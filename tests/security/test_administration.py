@@ -267,7 +267,7 @@ async def test_the_limits_on_open_work_hold_and_the_stream_goes_on(tmp_path: Pat
     async with _open(tmp_path, max_user_queued=4, max_user_running=2) as world:
         models = [await world.model(key=BOB) for _ in range(4)]
         work, place = world.service.open_work, world.service.workers
-        others = [f"other{n}" for n in range(place.training.num_places)]
+        others = [f"other{n}" for n in range(place.training.num_slots)]
         for other in others:
             await place.training.acquire(other)
         answers = [await world.train(model, 1, TOKENS, key=BOB) for model in models]

@@ -32,7 +32,8 @@ from tinkex.server.compat.openai_chat import ChatRequest
 from tinkex.server.compat.openai_completions import CompletionRequest
 from tinkex.server.fairness.gate import FairGate
 from tinkex.server.guard.limits import BodyBudget
-from tinkex.server.http import bodies as exchange
+from tinkex.server.http import bodies
+from tinkex.server.http.dependencies import READING_AT_ONCE
 from tinkex.wire import json_codec
 
 GIB = 1024**3
@@ -314,7 +315,7 @@ async def test_a_body_of_several_zstd_frames_is_unpacked_in_its_room_and_off_the
 ) -> None:
     """The first frame says how large it is, and nothing of those that follow."""
     seen: list[tuple[int, bool]] = []
-    unpack = exchange.unpack
+    unpack = bodies.unpack
 
     def noted(*given: Any, **more: Any) -> bytes:
         found = unpack(*given, **more)
@@ -322,7 +323,7 @@ async def test_a_body_of_several_zstd_frames_is_unpacked_in_its_room_and_off_the
         seen.append((world.parts.bodies.held_bytes, on_loop))
         return found
 
-    monkeypatch.setattr(exchange, "unpack", noted)
+    monkeypatch.setattr(bodies, "unpack", noted)
     rest = b'"messages": [{"role": "nobody", "content": "' + b"x" * 9_000_000 + b'"}]}'
     content = zstandard.compress(b'{"model": "toy", ') + zstandard.compress(rest)
     headers = HEADERS | {"content-encoding": "zstd", "x-api-key": "tml-ann"}
@@ -343,7 +344,7 @@ async def test_a_frame_that_does_not_say_its_size_waits_for_no_more_room_than_it
     packer = zstandard.ZstdCompressor().compressobj()
     content = packer.compress(text.encode()) + packer.flush()
     assert zstandard.frame_content_size(content) == -1
-    assert len(content) > exchange.SMALL_BODY_BYTES
+    assert len(content) > bodies.SMALL_BODY_BYTES
     headers = {"content-type": "application/x-protobuf", "content-encoding": "zstd"}
     request = world.http.post(
         "/api/v1/forward_backward", content=content, headers=headers | {"x-api-key": "tml-ann"}
@@ -354,7 +355,7 @@ async def test_a_frame_that_does_not_say_its_size_waits_for_no_more_room_than_it
 
 
 async def test_a_packed_body_beyond_a_users_share_fits_alone(world: AppWorld) -> None:
-    budget = exchange.BodyBudget(1000)
+    budget = BodyBudget(1000)
     await budget.reserve("ann", 100)
     await asyncio.wait_for(budget.reserve("ann", 900, own_bytes=100), 5)
     assert budget.held_bytes == 1000
@@ -450,7 +451,7 @@ async def test_the_console_counts_tokens_off_the_event_loop_in_its_turn(
     seen = _notes_texts(monkeypatch)
     texts = {"model": "toy", "prompt": ["some words", "x" * 20_000]}
     turns: FairGate = world.app.state.compat.chat_formats._turns
-    others = [f"user {n}" for n in range(turns.num_places)]
+    others = [f"user {n}" for n in range(turns.num_slots)]
     for other in others:
         await turns.acquire(other)
     posted = asyncio.create_task(
@@ -598,7 +599,7 @@ async def test_bodies_of_many_parts_are_read_few_at_a_time_and_off_the_event_loo
     answers = await asyncio.gather(*(_post(world, CHAT, NOBODY) for _ in range(12)))
     assert {answer.status_code for answer in answers} == {400}
     assert "role 'nobody' is unknown" in answers[0].text
-    assert most() <= exchange.READING_AT_ONCE
+    assert most() <= READING_AT_ONCE
     assert threading.current_thread() not in threads
 
 
@@ -622,7 +623,7 @@ async def test_large_json_of_our_own_api_waits_for_room_and_its_turn_too(
     posts = [world.http.post(f"/api/v1/{path}", content=content, headers=key) for _ in range(8)]
     answers = await asyncio.gather(*posts)
     assert {answer.status_code for answer in answers} == {400}
-    assert most() <= exchange.READING_AT_ONCE
+    assert most() <= READING_AT_ONCE
     assert min(held) > len(content)
     assert world.parts.parsed_bodies.held_bytes == 0
 

@@ -62,7 +62,7 @@ async def test_who_leaves_the_line_again_and_again_leaves_nothing_behind() -> No
 
 async def test_work_that_is_cancelled_while_it_waits_for_its_user_is_forgotten() -> None:
     open_work = OpenWork(SimpleNamespace(limit=lambda user_id, name: 1))  # type: ignore[arg-type]
-    held = open_work.place("eve")
+    held = open_work.slot("eve")
     await held.__aenter__()
     first = asyncio.create_task(open_work.acquire("eve"))
     await asyncio.sleep(0)

@@ -11,7 +11,7 @@ async def test_a_newcomer_waits_for_one_request_not_for_the_whole_queue() -> Non
     gate, order = FairGate(1), []
 
     async def work(user: str) -> None:
-        async with gate.place(user, 10):
+        async with gate.slot(user, 10):
             order.append(user)
             await asyncio.sleep(0)
 
@@ -27,7 +27,7 @@ async def test_users_share_by_cost_not_by_count() -> None:
     gate, spent = FairGate(1), {"small": 0, "large": 0}
 
     async def work(user: str, cost: int) -> None:
-        async with gate.place(user, cost):
+        async with gate.slot(user, cost):
             spent[user] += cost
             await asyncio.sleep(0)
 
@@ -43,7 +43,7 @@ async def test_one_users_requests_keep_their_order() -> None:
     gate, order = FairGate(2), []
 
     async def work(number: int) -> None:
-        async with gate.place("ada"):
+        async with gate.slot("ada"):
             order.append(number)
             await asyncio.sleep(0)
 
@@ -55,7 +55,7 @@ async def test_places_come_back_whatever_is_cancelled() -> None:
     gate = FairGate(2)
 
     async def work() -> None:
-        async with gate.place("ada"):
+        async with gate.slot("ada"):
             await asyncio.sleep(10)
 
     tasks = [asyncio.create_task(work()) for _ in range(10)]

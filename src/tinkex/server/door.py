@@ -159,7 +159,7 @@ class Door(FastAPI):
         if request.scope["path"] not in _SUBMITS:
             return _NO_TURN
         size = len(await receive_body(request))  # a slow sender must not hold a turn
-        return self._turns.place(user.user_id, size + SUBMIT_COST)
+        return self._turns.slot(user.user_id, size + SUBMIT_COST)
 
     def _refusal(self, exc: Exception, scope: Scope, *, closes: bool = False) -> Response:
         """The answer to a request that failed, in the words of the API that was called."""

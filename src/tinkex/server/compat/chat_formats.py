@@ -93,7 +93,7 @@ class ChatFormats:
 
         Megabytes take seconds of a core each: few at a time, fair between users.
         """
-        async with self._turns.place(user.user_id, size):
+        async with self._turns.slot(user.user_id, size):
             return await asyncio.to_thread(work, *args)
 
     async def _load(self, name: str) -> ChatFormat:

@@ -163,7 +163,7 @@ async def _moving(request: Request) -> dict[str, Any]:
         },
         "disk": {"free": free, "results not fetched": kept.kept_bytes},
         "queues": [
-            {"name": name, "places": gate.num_places, "waiting": gate.num_waiting}
+            {"name": name, "places": gate.num_slots, "waiting": gate.num_waiting}
             for name, gate in (("training", workers.training), ("sampling", workers.sampling))
         ],
         "open_by_user": dict(

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 
 from tinkex.engine.jobs import Result
-from tinkex.server.fairness.gate import take_from
+from tinkex.server.fairness.line import take_from
 
 
 class Backlog:

@@ -1,97 +1,62 @@
-"""Share a worker's places fairly between users.
+"""Share a worker's slots fairly between users.
 
 A worker holds a bounded number of requests. Those who want in wait here, one line per user, and a
-free place goes to the user who has had the least so far (start-time fair queueing over a cost,
-such as tokens). A user with ten thousand requests waiting delays a newcomer by one request. The
-last eighth of the places is for users who hold few, so that a newcomer need not even wait for a
-long request of another to end. The queue sees costs and users, never requests, models or HTTP.
+free slot goes to the user who has had the least so far (start-time fair queueing over a cost, such
+as tokens). A user with ten thousand requests waiting delays a newcomer by one request. The last
+eighth of the slots is for users who hold few, so that a newcomer need not even wait for a long
+request of another to end. The gate sees costs and users, never requests, models or HTTP.
 """
 
 from __future__ import annotations
 
-import asyncio
 import heapq
-from collections import Counter, deque
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections import Counter
 
-K = TypeVar("K")
-
-
-def take_from(counter: Counter[K], key: K, amount: int = 1) -> None:
-    """Count less of one; at nothing it is forgotten, so that a counter has who is here, no more."""
-    counter[key] -= amount
-    if counter[key] <= 0:
-        del counter[key]
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One request's wait for a place."""
-
-    user: str
-    cost: float
-    granted: asyncio.Future[None]
-
-
-class Gate(Protocol):
-    async def acquire(self, user: str, cost: float) -> None: ...
-    def release(self, user: str) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Held:
-    """`async with`: a place at a gate. A class, because a generator costs three times as much."""
-
-    gate: Gate
-    user: str
-    cost: float = 1.0
-
-    async def __aenter__(self) -> None:
-        await self.gate.acquire(self.user, self.cost)
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.gate.release(self.user)
+from tinkex.server.fairness.line import Slot, Ticket, WaitingLine, take_from
 
 
 class FairGate:
-    """`async with gate.place(user, cost):` waits for a place and gives it back."""
+    """`async with gate.slot(user, cost):` waits for a slot and gives it back."""
 
-    def __init__(self, places: int) -> None:
-        self.num_places = self._free = self._kept_free = self._few = 0
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = self._free = self._kept_free = self._few = 0
         self._held: Counter[str] = Counter()
-        self._lines: dict[str, deque[Ticket]] = {}
-        self._used: dict[str, float] = {}
+        self._lines: dict[str, WaitingLine[Ticket]] = {}  # of users of whom somebody waits
+        self._used: dict[str, float] = {}  # virtual time: the cost that each user has had
         self._order: list[tuple[float, str]] = []  # a heap with one entry per user in `_ordered`
-        self._ordered: set[str] = set()  # those in line, and those who left it without a place
+        self._ordered: set[str] = set()  # users in line, and those who left it without a slot
         self._now = 0.0  # the virtual time of the last user served
-        self.num_waiting = 0
-        self.resize(places)
+        self.resize(num_slots)
 
-    def resize(self, places: int) -> None:
-        """Have so many places; when they become fewer, those held stay held."""
-        self._free += places - self.num_places
-        self.num_places = places
-        self._kept_free = places // 8
-        self._few = max(places // 16, 1)
+    def resize(self, num_slots: int) -> None:
+        """Have so many slots; when they become fewer, those held stay held."""
+        self._free += num_slots - self.num_slots
+        self.num_slots = num_slots
+        self._kept_free = num_slots // 8
+        self._few = max(num_slots // 16, 1)
         self._grant()
 
-    def place(self, user: str, cost: float = 1.0) -> Held:
-        return Held(self, user, cost)
+    def slot(self, user: str, cost: float = 1.0) -> Slot:
+        return Slot(self, user, cost)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._lines.values()))
 
     async def acquire(self, user: str, cost: float = 1.0) -> None:
-        if self._may_take(user) and (not self.num_waiting or self._free <= self._kept_free):
+        if self._may_take(user) and (not self._lines or self._free <= self._kept_free):
             self._take(user, cost)
             return
-        ticket = self._join(user, cost)
+        line = self._lines.get(user)
+        if line is None:
+            line = self._lines[user] = WaitingLine(lambda ticket: self.release(ticket.user))
+            # A user at rest saves up nothing: it starts at the virtual time of those served now.
+            self._used[user] = max(self._used.get(user, 0.0), self._now)
+        self._put_in_order(user)
         try:
-            await ticket.granted
-        except asyncio.CancelledError:
-            if ticket.granted.done() and not ticket.granted.cancelled():
-                self.release(user)  # granted and cancelled at once: the place goes to the next
-            else:
-                self._leave(ticket)
-            raise
+            await line.wait(Ticket(user, cost))
+        finally:
+            self._drop_empty(user)
 
     def release(self, user: str) -> None:
         self._free += 1
@@ -112,55 +77,35 @@ class FairGate:
         others = sum(min(len(line), mine) for name, line in self._lines.items() if name != user)
         return max(0, mine - 1) + others
 
-    def _join(self, user: str, cost: float) -> Ticket:
-        ticket = Ticket(user, cost, asyncio.get_running_loop().create_future())
-        line = self._lines.setdefault(user, deque())
-        if not line:
-            self._used[user] = max(self._used.get(user, 0.0), self._now)
-            self._put_in_order(user)
-        line.append(ticket)
-        self.num_waiting += 1
-        return ticket
+    def _drop_empty(self, user: str) -> None:
+        if not self._lines.get(user, True):
+            del self._lines[user]
 
     def _put_in_order(self, user: str) -> None:
         if user not in self._ordered:
             self._ordered.add(user)
             heapq.heappush(self._order, (self._used[user], user))
 
-    def _leave(self, ticket: Ticket) -> None:
-        line = self._lines.get(ticket.user)
-        if line is not None and ticket in line:
-            line.remove(ticket)
-            self.num_waiting -= 1
-            if not line:
-                del self._lines[ticket.user]
-
     def _grant(self) -> None:
-        full: list[tuple[float, str]] = []  # users who hold many, while only kept places are left
+        full: list[str] = []  # users who hold many, while only kept slots are left
         while self._free > 0 and self._order:
             used, user = heapq.heappop(self._order)
             self._ordered.discard(user)
             line = self._lines.get(user)
-            if not line:
+            if line is None:
                 continue
             if used < self._used[user]:  # left the line and came back
                 self._put_in_order(user)
-                continue
-            if not self._may_take(user):
-                full.append((used, user))
-                continue
-            ticket = line.popleft()
-            self.num_waiting -= 1
-            if ticket.granted.done():
-                self._charge(user, ticket.cost)
+            elif not self._may_take(user):
+                full.append(user)
             else:
-                self._take(user, ticket.cost)
-                ticket.granted.set_result(None)
-            if line:
-                self._put_in_order(user)
-            else:
-                del self._lines[user]
-        for _, user in full:
+                if (ticket := line.first()) is not None:
+                    self._take(user, ticket.cost)
+                    line.serve(ticket)
+                self._drop_empty(user)
+                if user in self._lines:
+                    self._put_in_order(user)
+        for user in full:
             self._put_in_order(user)
 
     def _charge(self, user: str, cost: float) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 
+from tinkex.server.fairness.line import Ticket, WaitingLine, take_from
 from tinkex.server.guard.callers import is_foreign
 from tinkex.server.process.problems import ApiError
 from tinkex.wire.endpoints import ENDPOINTS, MAX_BYTES
@@ -43,11 +44,8 @@ def too_large(limit: int) -> HTTPException:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
-    user_id: str
-    num_bytes: int
-    own_bytes: int
-    granted: asyncio.Future[None]
+class _Reservation(Ticket):
+    own_bytes: int = 0
 
 
 class BodyBudget:
@@ -58,7 +56,9 @@ class BodyBudget:
         self._per_user = total_bytes // 2
         self._held = 0
         self._by_user: Counter[str] = Counter()
-        self._waiting: dict[_Waiting, None] = {}  # in the order in which they came
+        self._line: WaitingLine[_Reservation] = WaitingLine(
+            lambda ticket: self.release(ticket.user, int(ticket.cost))
+        )
 
     @property
     def held_bytes(self) -> int:
@@ -73,45 +73,33 @@ class BodyBudget:
         Raises:
             ApiError: 429, when there was none for long.
         """
-        granted = asyncio.get_running_loop().create_future()
-        request = _Waiting(user_id, num_bytes, own_bytes, granted)
-        if self._grant(request):
+        if self._takes(user_id, num_bytes, own_bytes):
             return
-        self._waiting[request] = None
         try:
-            await asyncio.wait_for(asyncio.shield(granted), WAIT_S)
-        except BaseException as exc:
-            if granted.done():  # at the same moment
-                self.release(user_id, num_bytes)
-            if not isinstance(exc, TimeoutError):
-                raise
+            async with asyncio.timeout(WAIT_S):
+                await self._line.wait(_Reservation(user_id, num_bytes, own_bytes=own_bytes))
+        except TimeoutError:
             raise ApiError(
                 429,
                 f"The server holds {self._held} bytes of requests under way; try again in a "
                 "moment, with fewer large requests at a time.",
                 headers={"Retry-After": "1"},
             ) from None
-        finally:
-            self._waiting.pop(request, None)
 
     def release(self, user_id: str, num_bytes: int) -> None:
         self._held -= num_bytes
-        self._by_user[user_id] -= num_bytes
-        if self._by_user[user_id] <= 0:
-            del self._by_user[user_id]
+        take_from(self._by_user, user_id, num_bytes)
         # Only those are woken who have room now: hundreds that look for it hold up the event loop.
-        for request in [request for request in self._waiting if self._grant(request)]:
-            del self._waiting[request]
+        for ticket in self._line.waiting():
+            if self._takes(ticket.user, int(ticket.cost), ticket.own_bytes):
+                self._line.serve(ticket)
 
-    def _grant(self, request: _Waiting) -> bool:
-        if not self._fits(request.user_id, request.num_bytes, request.own_bytes):
-            return False
-        self._held += request.num_bytes
-        self._by_user[request.user_id] += request.num_bytes
-        request.granted.set_result(None)
-        return True
-
-    def _fits(self, user_id: str, num_bytes: int, own_bytes: int) -> bool:
+    def _takes(self, user_id: str, num_bytes: int, own_bytes: int) -> bool:
+        """Whether there is room for so many bytes, which are held from now on."""
         mine = self._by_user[user_id]
         fits_user = mine == own_bytes or mine + num_bytes <= self._per_user
-        return fits_user and (self._held == own_bytes or self._held + num_bytes <= self._total)
+        if not fits_user or (self._held != own_bytes and self._held + num_bytes > self._total):
+            return False
+        self._held += num_bytes
+        self._by_user[user_id] += num_bytes
+        return True

@@ -223,5 +223,5 @@ async def _in_turn(request: Request, name: str, work: Callable[[str, bytes, str]
 
 async def parse_in_turn(request: Request, cost: int, work: Callable[..., T], *args: Any) -> T:
     """Run `work` on a thread, in one of a few turns that are fair between users."""
-    async with dependencies_of(request).reading.place(request.scope["tinkex.user"], cost):
+    async with dependencies_of(request).reading.slot(request.scope["tinkex.user"], cost):
         return await asyncio.to_thread(work, *args)

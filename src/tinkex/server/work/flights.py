@@ -106,7 +106,7 @@ class Flights:
                 raise job
             cost = max(1, request.size_bytes)
             line = self._workers.training
-            async with self._open_work.place(self._user_id), line.place(self._user_id, cost):
+            async with self._open_work.slot(self._user_id), line.slot(self._user_id, cost):
                 # Asked for now: a state that was lost while the job waited may be elsewhere.
                 if (placement := self._placement()) is None:
                     raise WorkerLostError("the state is not in memory")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tinkex.server.fairness.gate import take_from
+from tinkex.server.fairness.line import take_from
 from tinkex.server.work.futures import Promise
 
 logger = logging.getLogger(__name__)

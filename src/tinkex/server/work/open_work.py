@@ -8,11 +8,10 @@ not this one's.
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 
-from tinkex.server.fairness.gate import Held, take_from
+from tinkex.server.fairness.line import Slot, Ticket, WaitingLine, take_from
 from tinkex.server.fairness.pauses import Pauses
 from tinkex.server.guard.quotas import Quotas
 
@@ -22,7 +21,7 @@ class OpenWork:
         self._quotas = quotas
         self._open: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+        self._lines: dict[str, WaitingLine[Ticket]] = {}
         self.pauses = Pauses()
 
     def require(self, user_id: str) -> None:
@@ -44,9 +43,9 @@ class OpenWork:
     def end(self, user_id: str) -> None:
         take_from(self._open, user_id)
 
-    def place(self, user_id: str) -> Held:
+    def slot(self, user_id: str) -> Slot:
         """`async with`: wait until the user may have one more at the workers."""
-        return Held(self, user_id)
+        return Slot(self, user_id)
 
     def release(self, user_id: str) -> None:
         take_from(self._held, user_id)
@@ -58,17 +57,13 @@ class OpenWork:
         if user_id not in self._lines and self._has_room(user_id):
             self._held[user_id] += 1
             return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(user_id, deque()).append(granted)
+        line = self._lines.get(user_id)
+        if line is None:
+            line = self._lines[user_id] = WaitingLine(lambda ticket: self.release(ticket.user))
         try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():  # granted and cancelled at once
-                take_from(self._held, user_id)
-            elif granted in (line := self._lines.get(user_id, deque())):
-                line.remove(granted)
+            await line.wait(Ticket(user_id, 1.0))
+        finally:
             self._grant(user_id)
-            raise
 
     def _has_room(self, user_id: str) -> bool:
         limit = self._quotas.limit(user_id, "running")
@@ -78,10 +73,8 @@ class OpenWork:
         line = self._lines.get(user_id)
         if line is None:
             return
-        while line and (line[0].done() or self._has_room(user_id)):
-            granted = line.popleft()
-            if not granted.done():
-                self._held[user_id] += 1
-                granted.set_result(None)
+        while (ticket := line.first()) is not None and self._has_room(user_id):
+            self._held[user_id] += 1
+            line.serve(ticket)
         if not line:
-            self._lines.pop(user_id, None)
+            del self._lines[user_id]

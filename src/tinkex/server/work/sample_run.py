@@ -44,8 +44,8 @@ class SampleRun:
         cost = len(self.job.prompt) + self.job.num_samples * (self.job.max_tokens or 256)
         while True:
             try:
-                async with self.deps.open_work.place(self.user_id):
-                    async with self.deps.workers.sampling.place(self.user_id, cost):
+                async with self.deps.open_work.slot(self.user_id):
+                    async with self.deps.workers.sampling.slot(self.user_id, cost):
                         return await self._attempt()
             except EngineError as exc:
                 if exc.is_to_blame:
