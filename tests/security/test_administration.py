@@ -307,4 +307,4 @@ async def test_a_sample_beyond_the_limit_is_refused_by_its_name(tmp_path: Path) 
 def test_a_route_for_administrators_never_goes_the_short_way(monkeypatch):
     """There the caller is known as a user, and nobody asks whether they are more."""
     monkeypatch.setattr(app, "_OURS", (administration.router,))
-    assert app._hot_routes() == {}
+    assert app._hot_endpoints() == {}

@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tinkex.server.compat.refusals import in_their_words
 from tinkex.server.fairness.gate import FairGate
-from tinkex.server.guard.auth import CALLER, Identity
+from tinkex.server.guard.auth import CALLER
 from tinkex.server.guard.callers import foreign_credential, is_foreign, own_credential
 from tinkex.server.guard.connections import HOLD_HEAD
 from tinkex.server.guard.origin import check_local
@@ -58,8 +58,9 @@ SUBMIT_COST = 4096
 _NEED_KEY = ("/api/", "/tinkex/")
 # A probe of its health needs no key, and the link of a download is its permission.
 _WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
-# For whoever has a key; `/metrics` has a role of its own.
-_FOR_OPERATORS = frozenset({"/docs", "/redoc", "/openapi.json"})
+_METRICS = "/metrics"
+# For whoever has a key; the metrics have a role of their own.
+_FOR_OPERATORS = frozenset({_METRICS, "/docs", "/redoc", "/openapi.json"})
 Endpoint = Callable[[Request, User], Awaitable[Response]]
 _ids = random.Random()
 _NO_TURN = nullcontext()
@@ -121,27 +122,21 @@ class Door(FastAPI):
         """
         if self._auth.is_open:
             check_local(scope["headers"])
-        caller = await self._caller(scope)
-        if caller is None:
-            return None
-        scope[CALLER] = caller
-        path = scope["path"]
-        if path == "/metrics" or path in _FOR_OPERATORS:
-            return None  # pages of operators are nobody's work and count against no rate
-        await self._admit(caller.user, scope)
-        return caller.user
-
-    async def _caller(self, scope: Scope) -> Identity | None:
         path, headers = scope["path"], headers_of(scope)
         if path.startswith(_NEED_KEY):
             if path.startswith(_WITHOUT_KEY):
                 return None
-            return await self._auth.identity_of(own_credential(headers))
-        is_metrics = path == "/metrics"
-        if is_metrics or is_foreign(path) or path in _FOR_OPERATORS:
+            caller = await self._auth.identity_of(own_credential(headers))
+        elif is_foreign(path) or path in _FOR_OPERATORS:
             credential = foreign_credential(headers, is_open=self._auth.is_open)
-            return await self._auth.identity_of(credential, for_metrics=is_metrics)
-        return None  # the console asks by itself: its visitors have a cookie
+            is_metrics = path == _METRICS
+            caller = await self._auth.identity_of(credential, for_metrics=is_metrics)
+        else:
+            return None  # the console asks by itself: its visitors have a cookie
+        scope[CALLER] = caller
+        if path not in _FOR_OPERATORS:  # these are nobody's work and count against no rate
+            await self._admit(caller.user, scope)
+        return caller.user
 
     async def _admit(self, user: User, scope: Scope) -> None:
         """Refuse what the user has enough of, and new things while the disk is nearly full."""

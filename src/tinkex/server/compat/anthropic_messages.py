@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
@@ -14,6 +13,7 @@ from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, refusals, replies
+from tinkex.server.compat.blocks import BlockAnswer, pieces_of
 from tinkex.server.compat.declared_tools import declared_tool, function_name
 from tinkex.server.compat.dialogue import (
     Asked,
@@ -213,123 +213,109 @@ async def count_tokens(request: Request, user: CurrentUser) -> Response:
 async def messages(request: Request, user: CurrentUser) -> Response:
     _check_version(request)
     body, dialogue, headers = await converse(request, user, MessagesRequest)
-    head = {
-        "id": f"msg_{secrets.token_hex(12)}",
-        "type": "message",
-        "role": "assistant",
-        "model": body.model,
-    }
-    if body.stream:
-        return await replies.streamed(_lines(head, dialogue), headers, refusals.anthropic_error)
-    response, answers = await dialogue.whole()
-    return replies.whole(_whole(head, dialogue, answers[0], response), headers)
+    answer = MessagesAnswer(body.model, dialogue)
+    return await answer.reply(headers, is_stream=bool(body.stream))
 
 
-# ------------------------------------------------------------------------------------ whole
+class MessagesAnswer(BlockAnswer):
+    failure = staticmethod(refusals.anthropic_error)
+
+    def __init__(self, model: str, dialogue: Dialogue) -> None:
+        super().__init__(dialogue)
+        self._index = -1  # of the last block of a stream
+        self._head = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+
+    def whole(self, answer: ModelAnswer, response: SampleResponse) -> dict[str, Any]:
+        return {
+            **self._head,
+            "content": [_block(piece) for piece in pieces_of(answer.message)],
+            **self._ending(answer),
+            "usage": self._usage(response),
+        }
+
+    def _ending(self, answer: ModelAnswer) -> dict[str, Any]:
+        if answer.finish == "tool_calls":
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if answer.finish == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        chat_format = self.dialogue.chat_format
+        tokens = [int(token) for token in answer.sequence.tokens]
+        if tokens and tokens[-1] in chat_format.end_ids:
+            return {"stop_reason": "end_turn", "stop_sequence": None}
+        text = chat_format.tokenizer.decode(tokens)
+        stops = self.dialogue.asked.stops
+        found = [(index, stop) for stop in stops if (index := text.find(stop)) >= 0]
+        stop = min(found)[1] if found else None
+        return {"stop_reason": "stop_sequence" if stop else "end_turn", "stop_sequence": stop}
+
+    def _usage(self, response: SampleResponse) -> dict[str, Any]:
+        cached = response.prompt_cache_hit_tokens or 0
+        return {
+            "input_tokens": len(self.dialogue.prompt) - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": sum(len(sequence.tokens) for sequence in response.sequences),
+        }
+
+    def begun(self) -> bytes:
+        message: dict[str, Any] = {
+            **self._head,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"input_tokens": len(self.dialogue.prompt), "output_tokens": 0},
+        }
+        return _event("message_start", message=message)
+
+    def opened(self, piece: Piece) -> bytes:
+        self._index += 1
+        return self._of_block("start", content_block={**_block(piece), **_EMPTY[piece.kind]})
+
+    def grown(self, piece: Piece) -> bytes:
+        kind, field = _DELTAS[piece.kind]
+        said = piece.text if piece.call is None else piece.call.arguments
+        return self._of_block("delta", delta={"type": kind, field: said})
+
+    def ended(self) -> bytes:
+        return self._of_block("stop")
+
+    def finished(self, answer: ModelAnswer, response: SampleResponse) -> bytes:
+        ending, usage = self._ending(answer), self._usage(response)
+        return _event("message_delta", delta=ending, usage=usage) + _event("message_stop")
+
+    def _of_block(self, verb: str, **body: Any) -> bytes:
+        return _event(f"content_block_{verb}", index=self._index, **body)
 
 
-def _whole(
-    head: dict[str, Any], dialogue: Dialogue, made: ModelAnswer, response: SampleResponse
-) -> dict[str, Any]:
-    said = made.message
-    blocks: list[dict[str, Any]] = []
-    if said.reasoning:
-        blocks.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-    if said.content or not said.tool_calls:
-        blocks.append({"type": "text", "text": said.content})
-    blocks += [_tool_use(call) for call in said.tool_calls]
-    return {
-        **head,
-        "content": blocks,
-        **_ending(dialogue, made),
-        "usage": _usage(dialogue, response),
-    }
+_EMPTY: dict[str, dict[str, Any]] = {
+    "reasoning": {"thinking": ""},
+    "content": {"text": ""},
+    "tool_call": {"input": {}},
+}
+"""A block that begins in a stream, where it differs from a whole one."""
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "content": ("text_delta", "text"),
+    "tool_call": ("input_json_delta", "partial_json"),
+}
 
 
-def _ending(dialogue: Dialogue, made: ModelAnswer) -> dict[str, Any]:
-    if made.finish == "tool_calls":
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if made.finish == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    tokens = [int(token) for token in made.sequence.tokens]
-    if tokens and tokens[-1] in dialogue.chat_format.end_ids:
-        return {"stop_reason": "end_turn", "stop_sequence": None}
-    text = dialogue.chat_format.tokenizer.decode(tokens)
-    found = [(at, stop) for stop in dialogue.asked.stops if (at := text.find(stop)) >= 0]
-    stop = min(found)[1] if found else None
-    return {"stop_reason": "stop_sequence" if stop else "end_turn", "stop_sequence": stop}
-
-
-def _usage(dialogue: Dialogue, response: SampleResponse) -> dict[str, Any]:
-    cached = response.prompt_cache_hit_tokens or 0
-    return {
-        "input_tokens": len(dialogue.prompt) - cached,
-        "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": sum(len(sequence.tokens) for sequence in response.sequences),
-    }
-
-
-def _tool_use(call: ToolCall) -> dict[str, Any]:
-    return {
-        "type": "tool_use",
-        "id": f"toolu_{secrets.token_hex(12)}",
-        "name": call.name,
-        "input": call.parsed(),
-    }
-
-
-# ------------------------------------------------------------------------------------ stream
-
-
-async def _lines(head: dict[str, Any], dialogue: Dialogue) -> AsyncIterator[bytes]:
-    prompt_usage = {"input_tokens": len(dialogue.prompt), "output_tokens": 0}
-    begun = {
-        **head,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": prompt_usage,
-    }
-    said = await replies.begun(dialogue.pieces())
-    yield _event("message_start", message=begun)
-    index, open_kind = -1, ""
-    async for _, pieces, _ in said:
-        for piece in pieces:
-            if open_kind and (piece.kind != open_kind or piece.call is not None):
-                yield _block("stop", index)
-                open_kind = ""
-            if not open_kind:
-                index += 1
-                open_kind = piece.kind
-                yield _block("start", index, content_block=_opened(piece))
-            yield _block("delta", index, delta=_delta(piece))
-    if open_kind:
-        yield _block("stop", index)
-    response, answers = await dialogue.result()
-    ending, counted = _ending(dialogue, answers[0]), _usage(dialogue, response)
-    yield _event("message_delta", delta=ending, usage=counted)
-    yield _event("message_stop")
-
-
-def _opened(piece: Piece) -> dict[str, Any]:
+def _block(piece: Piece) -> dict[str, Any]:
     if piece.call is not None:
-        return {**_tool_use(piece.call), "input": {}}
+        return {
+            "type": "tool_use",
+            "id": f"toolu_{secrets.token_hex(12)}",
+            "name": piece.call.name,
+            "input": piece.call.parsed(),
+        }
     if piece.kind == "reasoning":
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "text", "text": ""}
-
-
-def _delta(piece: Piece) -> dict[str, Any]:
-    if piece.call is not None:
-        return {"type": "input_json_delta", "partial_json": piece.call.arguments}
-    if piece.kind == "reasoning":
-        return {"type": "thinking_delta", "thinking": piece.text}
-    return {"type": "text_delta", "text": piece.text}
-
-
-def _block(verb: str, index: int, **body: Any) -> bytes:
-    return _event(f"content_block_{verb}", index=index, **body)
+        return {"type": "thinking", "thinking": piece.text, "signature": ""}
+    return {"type": "text", "text": piece.text}
 
 
 def _event(kind: str, **body: Any) -> bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self
 
@@ -20,6 +19,7 @@ from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.compat import fields, openai_shapes, replies
+from tinkex.server.compat.blocks import BlockAnswer, pieces_of
 from tinkex.server.compat.declared_tools import declared_tool, function_name
 from tinkex.server.compat.dialogue import Asked, Conversing, Dialogue, ModelAnswer, converse
 from tinkex.server.guard.auth import CurrentUser
@@ -179,18 +179,13 @@ def _words(content: Any, path: str) -> str:
 @router.post("/responses")
 async def responses(request: Request, user: CurrentUser) -> Response:
     body, dialogue, headers = await converse(request, user, ResponsesRequest)
-    made = _Response(body, dialogue)
-    if body.stream:
-        return await replies.streamed(made.lines(), headers)
-    response, answers = await dialogue.whole()
-    return replies.whole(made.whole(answers[0], response), headers)
+    return await ResponsesAnswer(body, dialogue).reply(headers, is_stream=bool(body.stream))
 
 
-class _Response:
+class ResponsesAnswer(BlockAnswer):
     def __init__(self, body: ResponsesRequest, dialogue: Dialogue) -> None:
-        self._body = body
-        self._dialogue = dialogue
-        self._number = 0
+        super().__init__(dialogue)
+        self._number = 0  # of the next event
         self._items: list[dict[str, Any]] = []  # what a stream has said
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
@@ -210,136 +205,103 @@ class _Response:
             "previous_response_id": None,
         }
 
-    def whole(self, made: ModelAnswer, response: SampleResponse) -> dict[str, Any]:
-        items: list[dict[str, Any]] = []
-        said = made.message
-        if said.reasoning:
-            items.append(_reasoning(said.reasoning))
-        if said.content or not said.tool_calls:
-            items.append(_message(said.content))
-        items += [_function_call(call) for call in said.tool_calls]
-        return self._finished(items, made, response)
+    def whole(self, answer: ModelAnswer, response: SampleResponse) -> dict[str, Any]:
+        return self._whole([_item(piece) for piece in pieces_of(answer.message)], answer, response)
 
-    def _finished(
-        self, items: list[dict[str, Any]], made: ModelAnswer, response: SampleResponse
+    def _whole(
+        self, items: list[dict[str, Any]], answer: ModelAnswer, response: SampleResponse
     ) -> dict[str, Any]:
-        counted = openai_shapes.usage(len(self._dialogue.prompt), response, made.num_thoughts)
-        cut = made.finish == "length"
+        usage = openai_shapes.usage(len(self.dialogue.prompt), response, answer.num_thoughts)
+        is_cut = answer.finish == "length"
         return {
             **self._head,
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": items,
             "usage": {
-                "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": counted["prompt_tokens_details"],
-                "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": counted["completion_tokens_details"],
-                "total_tokens": counted["total_tokens"],
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": usage["completion_tokens_details"],
+                "total_tokens": usage["total_tokens"],
             },
         }
 
-    async def lines(self) -> AsyncIterator[bytes]:
-        said = await replies.begun(self._dialogue.pieces())
-        begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
-        yield self._event("response.created", response=begun)
-        open_kind = ""
-        async for _, pieces, _ in said:
-            for piece in pieces:
-                if open_kind and piece.kind != open_kind:
-                    yield self._close()
-                    open_kind = ""
-                if piece.call is not None:
-                    yield self._called(piece.call)
-                    continue
-                if not open_kind:
-                    open_kind = piece.kind
-                    yield self._open(piece)
-                yield self._said(piece)
-        if open_kind:
-            yield self._close()
-        response, answers = await self._dialogue.result()
-        finished = self._finished(self._items, answers[0], response)
-        yield self._event(f"response.{finished['status']}", response=finished)
+    def begun(self) -> bytes:
+        response = {**self._head, "status": "in_progress", "output": [], "usage": None}
+        return self._event("created", response=response)
 
-    def _open(self, piece: Piece) -> bytes:
-        if piece.kind != "content":
-            return self._added(_reasoning(""), status="in_progress")
-        item = _message("")
-        added = self._added(item, status="in_progress")
-        return added + self._of_last("content_part.added", content_index=0, part=item["content"][0])
+    def opened(self, piece: Piece) -> bytes:
+        item = _item(piece if piece.call is not None else replace(piece, text=""))
+        self._items.append(item)
+        shown = {**item, "status": "in_progress"}
+        if piece.call is not None:
+            shown["arguments"] = ""
+        events = self._event("output_item.added", output_index=len(self._items) - 1, item=shown)
+        if piece.kind == "content":
+            part = item["content"][0]
+            events += self._of_last("content_part.added", content_index=0, part=part)
+        return events
 
-    def _said(self, piece: Piece) -> bytes:
+    def grown(self, piece: Piece) -> bytes:
+        if piece.call is not None:
+            return self._of_last("function_call_arguments.delta", delta=piece.call.arguments)
         self._items[-1]["content"][0]["text"] += piece.text
-        if piece.kind != "content":
+        if piece.kind == "reasoning":
             return self._of_last("reasoning_text.delta", content_index=0, delta=piece.text)
         return self._of_last("output_text.delta", content_index=0, delta=piece.text, logprobs=[])
 
-    def _close(self) -> bytes:
+    def ended(self) -> bytes:
         item, events = self._items[-1], b""
         if item["type"] == "message":
             part = item["content"][0]
             text = part["text"]
             events += self._of_last("output_text.done", content_index=0, text=text, logprobs=[])
             events += self._of_last("content_part.done", content_index=0, part=part)
-        return events + self._done()
-
-    def _called(self, call: ToolCall) -> bytes:
-        item = _function_call(call)
-        given = {"name": call.name, "arguments": call.arguments}
-        return (
-            self._added(item, arguments="", status="in_progress")
-            + self._of_last("function_call_arguments.delta", delta=call.arguments)
-            + self._of_last("function_call_arguments.done", **given)
-            + self._done()
-        )
-
-    def _added(self, item: dict[str, Any], **changes: Any) -> bytes:
-        """An item begins, shown with what is not yet as it will be."""
-        self._items.append(item)
+        elif item["type"] == "function_call":
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            events += self._of_last("function_call_arguments.done", **call)
         index = len(self._items) - 1
-        shown = {**item, **changes}
-        return self._event("response.output_item.added", output_index=index, item=shown)
+        return events + self._event("output_item.done", output_index=index, item=item)
+
+    def finished(self, answer: ModelAnswer, response: SampleResponse) -> bytes:
+        whole = self._whole(self._items, answer, response)
+        return self._event(whole["status"], response=whole)
 
     def _of_last(self, kind: str, **body: Any) -> bytes:
-        at = {"output_index": len(self._items) - 1, "item_id": self._items[-1]["id"]}
-        return self._event(f"response.{kind}", **at, **body)
-
-    def _done(self) -> bytes:
-        index, item = len(self._items) - 1, self._items[-1]
-        return self._event("response.output_item.done", output_index=index, item=item)
+        index = len(self._items) - 1
+        return self._event(kind, output_index=index, item_id=self._items[-1]["id"], **body)
 
     def _event(self, kind: str, **body: Any) -> bytes:
-        number, self._number = self._number, self._number + 1
+        kind, number = f"response.{kind}", self._number
+        self._number += 1
         return replies.event({"type": kind, "sequence_number": number, **body}, kind)
 
 
-def _message(text: str) -> dict[str, Any]:
+def _item(piece: Piece) -> dict[str, Any]:
+    """An item of the output, as it is when it is complete."""
+    if piece.call is not None:
+        return {
+            "id": f"fc_{secrets.token_hex(12)}",
+            "type": "function_call",
+            "call_id": f"call_{secrets.token_hex(12)}",
+            "name": piece.call.name,
+            "arguments": piece.call.arguments,
+            "status": "completed",
+        }
+    if piece.kind == "reasoning":
+        return {
+            "id": f"rs_{secrets.token_hex(12)}",
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": piece.text}],
+            "status": "completed",
+        }
+    part = {"type": "output_text", "text": piece.text, "annotations": [], "logprobs": []}
     return {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
         "role": "assistant",
         "status": "completed",
-        "content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}],
-    }
-
-
-def _reasoning(text: str) -> dict[str, Any]:
-    return {
-        "id": f"rs_{secrets.token_hex(12)}",
-        "type": "reasoning",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": text}],
-        "status": "completed",
-    }
-
-
-def _function_call(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": f"fc_{secrets.token_hex(12)}",
-        "type": "function_call",
-        "call_id": f"call_{secrets.token_hex(12)}",
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": "completed",
+        "content": [part],
     }

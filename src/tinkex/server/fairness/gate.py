@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 
-from tinkex.server.fairness.line import Slot, Ticket, WaitingLine, take_from
+from tinkex.server.fairness.line import Slot, Ticket, TicketLine, take_from
 
 
 class FairGate:
@@ -21,7 +21,7 @@ class FairGate:
     def __init__(self, num_slots: int) -> None:
         self.num_slots = self._free = self._kept_free = self._few = 0
         self._held: Counter[str] = Counter()
-        self._lines: dict[str, WaitingLine[Ticket]] = {}  # of users of whom somebody waits
+        self._lines: dict[str, TicketLine[Ticket]] = {}  # of users of whom somebody waits
         self._used: dict[str, float] = {}  # virtual time: the cost that each user has had
         self._order: list[tuple[float, str]] = []  # a heap with one entry per user in `_ordered`
         self._ordered: set[str] = set()  # users in line, and those who left it without a slot
@@ -49,7 +49,7 @@ class FairGate:
             return
         line = self._lines.get(user)
         if line is None:
-            line = self._lines[user] = WaitingLine(lambda ticket: self.release(ticket.user))
+            line = self._lines[user] = TicketLine(lambda ticket: self.release(ticket.user))
             # A user at rest saves up nothing: it starts at the virtual time of those served now.
             self._used[user] = max(self._used.get(user, 0.0), self._now)
         self._put_in_order(user)

@@ -28,7 +28,7 @@ class Ticket:
     )
 
 
-class WaitingLine(Generic[T]):
+class TicketLine(Generic[T]):
     """Tickets of those who wait; `serve` lets one of them go on."""
 
     def __init__(self, give_back: Callable[[T], None]) -> None:

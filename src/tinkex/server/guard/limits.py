@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 
-from tinkex.server.fairness.line import Ticket, WaitingLine, take_from
+from tinkex.server.fairness.line import Ticket, TicketLine, take_from
 from tinkex.server.guard.callers import is_foreign
 from tinkex.server.process.problems import ApiError
 from tinkex.wire.endpoints import ENDPOINTS, MAX_BYTES
@@ -56,7 +56,7 @@ class BodyBudget:
         self._per_user = total_bytes // 2
         self._held = 0
         self._by_user: Counter[str] = Counter()
-        self._line: WaitingLine[_Reservation] = WaitingLine(
+        self._line: TicketLine[_Reservation] = TicketLine(
             lambda ticket: self.release(ticket.user, int(ticket.cost))
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from tinkex.server.fairness.line import Slot, Ticket, WaitingLine, take_from
+from tinkex.server.fairness.line import Slot, Ticket, TicketLine, take_from
 from tinkex.server.fairness.pauses import Pauses
 from tinkex.server.guard.quotas import Quotas
 
@@ -21,7 +21,7 @@ class OpenWork:
         self._quotas = quotas
         self._open: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
-        self._lines: dict[str, WaitingLine[Ticket]] = {}
+        self._lines: dict[str, TicketLine[Ticket]] = {}
         self.pauses = Pauses()
 
     def require(self, user_id: str) -> None:
@@ -59,7 +59,7 @@ class OpenWork:
             return
         line = self._lines.get(user_id)
         if line is None:
-            line = self._lines[user_id] = WaitingLine(lambda ticket: self.release(ticket.user))
+            line = self._lines[user_id] = TicketLine(lambda ticket: self.release(ticket.user))
         try:
             await line.wait(Ticket(user_id, 1.0))
         finally:
