@@ -19,7 +19,7 @@ from typing import Any
 
 from tinkex.engine.jobs import Event, SampleJob, SampleResult
 from tinkex.errors import EngineError, InvalidInputError
-from tinkex.server.fairness.gate import take_from
+from tinkex.server.fairness.line import take_from
 from tinkex.server.files.checkpoints import parse_path
 from tinkex.server.jobs import encode, validation
 from tinkex.server.process.problems import ApiError
@@ -129,7 +129,7 @@ class SampleQueue:
             ApiError: 429.
         """
         self._deps.open_work.require(user_id)
-        limit = self._deps.config.max_queued_samples + self._deps.workers.sampling.num_places
+        limit = self._deps.config.max_queued_samples + self._deps.workers.sampling.num_slots
         mine = self._num_open[user_id]
         num_users = len(self._num_open) + (user_id not in self._num_open)
         if mine < limit // (num_users + 1) or (len(self._runs) < limit and mine < limit * 3 // 4):

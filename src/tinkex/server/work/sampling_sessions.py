@@ -15,7 +15,7 @@ from typing import Any
 
 from tinkex.engine.jobs import ModelInfo
 from tinkex.errors import InvalidInputError
-from tinkex.server.fairness.gate import take_from
+from tinkex.server.fairness.line import take_from
 from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.process.problems import ApiError
 from tinkex.server.runs.live_sessions import LiveSessions
