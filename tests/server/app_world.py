@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from wire_client import Caller
 
 from tinkex.server.app import create_app
-from tinkex.server.http.dependencies import Dependencies
+from tinkex.server.http.dependencies import AppDependencies
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.serve import make_pool, open_store
 from tinkex.server.service.service import Service
@@ -26,8 +26,8 @@ class AppWorld(Caller):
     http: httpx.AsyncClient
 
     @property
-    def parts(self) -> Dependencies:
-        parts: Dependencies = self.app.state.dependencies
+    def parts(self) -> AppDependencies:
+        parts: AppDependencies = self.app.state.dependencies
         return parts
 
     @property

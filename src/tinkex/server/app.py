@@ -31,7 +31,7 @@ from tinkex.server.guard.auth import Auth, CurrentUser
 from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.guard.limits import BodyBudget
 from tinkex.server.guard.quotas import Quotas
-from tinkex.server.http.dependencies import Dependencies
+from tinkex.server.http.dependencies import AppDependencies
 from tinkex.server.process import problems
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.process.presence import Presence
@@ -74,7 +74,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> Door:
     return app
 
 
-def _make_dependencies(config: ServerConfig, store: Store, pool: Pool) -> Dependencies:
+def _make_dependencies(config: ServerConfig, store: Store, pool: Pool) -> AppDependencies:
     data_dir = config.data_dir
     quotas = Quotas(store, config)
     auth = Auth.open(
@@ -86,7 +86,7 @@ def _make_dependencies(config: ServerConfig, store: Store, pool: Pool) -> Depend
     shelf = Shelf(store, data_dir, _open_depot(config))
     service = Service(config, store, shelf, pool, auth.user_of, quotas)
     administration = Administration(service, auth, quotas)
-    return Dependencies(
+    return AppDependencies(
         config=config,
         store=store,
         shelf=shelf,
@@ -111,7 +111,7 @@ def _open_depot(config: ServerConfig) -> Depot | None:
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
-    parts: Dependencies = app.state.dependencies
+    parts: AppDependencies = app.state.dependencies
     await parts.service.start()
     sweeper = asyncio.create_task(Sweeper(parts.store, parts.shelf, parts.config).run())
     lag = asyncio.create_task(parts.metrics.watch_loop())

@@ -27,7 +27,7 @@ from tinkex.server.guard.connections import HOLD_HEAD
 from tinkex.server.guard.origin import check_local
 from tinkex.server.guard.quotas import LIMITED_PATHS
 from tinkex.server.http.bodies import headers_of, let_go, limited, receive_body
-from tinkex.server.http.dependencies import Dependencies
+from tinkex.server.http.dependencies import AppDependencies
 from tinkex.server.http.handlers import Answer
 from tinkex.server.process import problems
 from tinkex.server.process.logs import answering
@@ -69,7 +69,7 @@ _NO_TURN = nullcontext()
 class Door(FastAPI):
     """FastAPI's application behind the door."""
 
-    def open(self, dependencies: Dependencies, endpoints: Mapping[str, Endpoint]) -> None:
+    def open(self, dependencies: AppDependencies, endpoints: Mapping[str, Endpoint]) -> None:
         """Let requests in. `endpoints` are handlers of POST requests by their paths."""
         self.state.dependencies = self._dependencies = dependencies
         self._auth = dependencies.auth
@@ -171,7 +171,7 @@ class _Visit:
     """`with`: one request, from the door to the end of its answer."""
 
     def __init__(
-        self, dependencies: Dependencies, scope: Scope, send: Send, *, is_known: bool
+        self, dependencies: AppDependencies, scope: Scope, send: Send, *, is_known: bool
     ) -> None:
         """`is_known`: the path has no ids in it, so metrics and log may call the route by it."""
         self._dependencies, self._scope, self._send = dependencies, scope, send

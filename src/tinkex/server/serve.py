@@ -39,7 +39,7 @@ from tinkex.server.guard.connections import (
     raise_file_limit,
 )
 from tinkex.server.guard.quotas import read_quotas
-from tinkex.server.http.dependencies import Dependencies
+from tinkex.server.http.dependencies import AppDependencies
 from tinkex.server.process import disk, logs
 from tinkex.server.process.beacon import Beacon
 from tinkex.server.process.config import ServerConfig, load_config
@@ -177,7 +177,7 @@ async def _serve(config: ServerConfig, sock: socket.socket, for_person: bool) ->
     try:
         pool = await asyncio.to_thread(make_pool, config)
         app = await asyncio.to_thread(create_app, config, store, pool)
-        parts: Dependencies = app.state.dependencies
+        parts: AppDependencies = app.state.dependencies
         parts.connections = _connection_limits(config)
         needs_key = not parts.auth.is_open
         host, port = sock.getsockname()[:2]

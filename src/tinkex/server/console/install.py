@@ -10,10 +10,10 @@ from tinkex.server.console import pages, playground, run_pages, server_page, she
 from tinkex.server.console.server_runs import ServerRuns
 from tinkex.server.console.source import ConsoleDependencies
 from tinkex.server.guard.auth import OPEN_USER
-from tinkex.server.http.dependencies import Dependencies
+from tinkex.server.http.dependencies import AppDependencies
 
 
-def install(app: FastAPI, parts: Dependencies, chat_formats: ChatFormats) -> None:
+def install(app: FastAPI, parts: AppDependencies, chat_formats: ChatFormats) -> None:
     """Mount the pages; sets `console` on `app.state`."""
     runs = ServerRuns(parts.service, chat_formats)
     app.state.console = ConsoleDependencies(runs, parts.auth, parts.failed_logins, parts.quotas)

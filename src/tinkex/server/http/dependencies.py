@@ -31,7 +31,7 @@ READING_AT_ONCE = 2
 
 
 @dataclass(slots=True, kw_only=True)
-class Dependencies:
+class AppDependencies:
     config: ServerConfig
     store: Store
     shelf: Shelf
@@ -53,8 +53,8 @@ class Dependencies:
     """None where there is no socket, as in tests over an in-process transport."""
 
 
-def dependencies_of(request: Request) -> Dependencies:
-    dependencies: Dependencies = request.scope["app"].state.dependencies
+def dependencies_of(request: Request) -> AppDependencies:
+    dependencies: AppDependencies = request.scope["app"].state.dependencies
     return dependencies
 
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from tinkex.server.guard.auth import CurrentAdmin, CurrentUser
 from tinkex.server.http.bodies import read
-from tinkex.server.http.dependencies import Dependencies, dependencies_of
+from tinkex.server.http.dependencies import AppDependencies, dependencies_of
 from tinkex.store import User
 from tinkex.wire import results
 from tinkex.wire.endpoints import ENDPOINTS
@@ -21,7 +21,7 @@ from tinkex.wire.generation import JSON
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 _CALLERS = {"user": CurrentUser, "admin": CurrentAdmin}
-_PARTS = frozenset(part.name for part in fields(Dependencies))
+_PARTS = frozenset(part.name for part in fields(AppDependencies))
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 
@@ -47,7 +47,7 @@ def serve(router: APIRouter, name: str, /, **options: Any) -> Callable[[Handler]
 
     A function that takes the `request` answers it by itself. Any other has a parameter for what it
     needs: `asked`, the judged body; `user` or, where an admin key is needed, `admin`; fields of
-    `Dependencies`, such as `store`; all else is in the path and the query. It gives the row's
+    `AppDependencies`, such as `store`; all else is in the path and the query. It gives the row's
     result, a small object, or None, which is a 204. A key is needed whether it asks for its user or
     not.
     """

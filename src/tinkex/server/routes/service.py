@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from tinkex.contract.sampling import EXTENSIONS
 from tinkex.errors import InvalidInputError
 from tinkex.server.guard.auth import CALLER
-from tinkex.server.http.dependencies import Dependencies, dependencies_of, service_of
+from tinkex.server.http.dependencies import AppDependencies, dependencies_of, service_of
 from tinkex.server.http.handlers import Answer, answer, serve
 from tinkex.server.process.presence import Presence
 from tinkex.server.process.problems import problem
@@ -85,7 +85,7 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _of_this_process(parts: Dependencies) -> dict[str, float]:
+def _of_this_process(parts: AppDependencies) -> dict[str, float]:
     values = {"held_body_bytes": float(parts.bodies.held_bytes)}
     if (limits := parts.connections) is not None:
         values |= {"connections": limits.num_open, "connections_refused": limits.num_refused}
