@@ -36,7 +36,8 @@ from tinkex.engine.device.backend import ops_for
 from tinkex.engine.lora.adapter import Adapter, fresh_adapter
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.weights import RandomWeights
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.train.trainer import Trainer
 
 SHAPE = ModelConfig(

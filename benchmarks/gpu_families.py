@@ -38,7 +38,8 @@ from tinkex.engine.model.shape import ModelConfig
 from tinkex.engine.model.weights import RandomWeights
 from tinkex.engine.numerics.mxfp4 import PackedExperts
 from tinkex.engine.numerics.routed_experts import unpack
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.train.trainer import Trainer
 
 RANK = 32

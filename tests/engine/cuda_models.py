@@ -102,7 +102,8 @@ def generate(
     **options,
 ):
     from tinkex.engine import jobs
-    from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+    from tinkex.engine.sample.config import SamplerConfig
+    from tinkex.engine.sample.sampler import Sampler
 
     cfg = FAMILIES["qwen3"]
     decoder = kind(cfg, RandomWeights(cfg, seed=1, device="cuda"), ops=ops_for("cuda"), dtype=dtype)

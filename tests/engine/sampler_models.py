@@ -12,8 +12,9 @@ import transformers
 from tinkex.engine import jobs
 from tinkex.engine.lora.adapter import Adapter, AdapterSpan, LoraBatch
 from tinkex.engine.model.attention import PackedCausal
+from tinkex.engine.sample.config import SamplerConfig
 from tinkex.engine.sample.paged import kv_bytes_per_token
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 
 VOCAB = 199
 SHAPE = {

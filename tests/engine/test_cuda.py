@@ -170,7 +170,8 @@ def on_policy(cfg, prompts, ranks, *, max_tokens=40, deterministic=False, **samp
     import numpy as np
 
     from tinkex.engine import jobs
-    from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+    from tinkex.engine.sample.config import SamplerConfig
+    from tinkex.engine.sample.sampler import Sampler
     from tinkex.engine.train.trainer import Trainer
 
     decoder = kind_of(cfg)(cfg, LoudWeights(cfg, device="cuda"), ops=ops_for("cuda"))

@@ -11,8 +11,9 @@ from training import distance, job, make, train
 from tinkex.engine import jobs
 from tinkex.engine.device.backend import load_decoder
 from tinkex.engine.jobs import TrainDatum
+from tinkex.engine.sample.config import SamplerConfig
 from tinkex.engine.sample.paged import kv_bytes_per_token
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.train.trainer import Trainer
 
 SHARED = "Once upon a time, in a small town by the sea, there lived an old fisherman who"

@@ -8,7 +8,8 @@ import torch
 from scipy import stats
 
 from tinkex.engine import jobs
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 
 NUM_JOBS, NUM_EACH = 10, 2000
 NUM = NUM_JOBS * NUM_EACH

@@ -25,7 +25,7 @@ from tinkex.engine.checkpoint import writer
 from tinkex.engine.checkpoint.snapshots import snapshot_room
 from tinkex.engine.numerics.memory_in_use import tensor_bytes
 from tinkex.engine.numerics.ops import CPU
-from tinkex.engine.sample.sampler import SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
 from tinkex.engine.torch.config import EngineConfig
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.config import TrainerConfig

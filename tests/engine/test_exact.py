@@ -12,7 +12,8 @@ from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.exact_attention import exact_attention
 from tinkex.engine.model.shape import ModelConfig, RopeConfig
 from tinkex.engine.model.weights import RandomWeights
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.train.config import TrainerConfig
 from tinkex.engine.train.trainer import Trainer
 

@@ -18,7 +18,7 @@ from tiny_llama import tiny_llama
 
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import folders, jobs
-from tinkex.engine.sample.sampler import SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
 from tinkex.engine.torch.config import EngineConfig
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.toy.config import ToyConfig

@@ -11,7 +11,8 @@ from test_arithmetic import noisy_adapter, packed
 
 from tinkex.engine import jobs
 from tinkex.engine.lora.adapter import AdapterSpan, LoraBatch
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 
 PROMPT = np.arange(3, 40) % VOCAB
 

@@ -20,7 +20,8 @@ from table import Model, make
 from tinkex.engine.group.leader import Leader
 from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.fingerprint import Base
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.train.config import TrainerConfig
 from tinkex.engine.train.trainer import Trainer
 

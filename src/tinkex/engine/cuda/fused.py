@@ -16,7 +16,7 @@ fused width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,11 +26,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinkex.engine.cuda import kernels, mixture
-from tinkex.engine.cuda.adapter_layout import EXPERTS
-from tinkex.engine.cuda.adapter_operand import AdapterTokens, BatchOperands, LoraAddend
+from tinkex.engine.cuda.adapter_operand import BatchOperands, LoraAddend
 from tinkex.engine.cuda.delta import WholeSequences
 from tinkex.engine.cuda.flash import PackedFlash, Three
-from tinkex.engine.cuda.product import product
+from tinkex.engine.cuda.layer_parts import (
+    KeptLayer,
+    Linears,
+    Operands,
+    Stream,
+    attended,
+    linear,
+    members_of,
+    norms_of,
+    num_bytes_of,
+    swiglu,
+)
 from tinkex.engine.cuda.small_passes import Recording, SmallPasses
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.model.attention import Attend, CachedAttend, PackedCausal
@@ -42,8 +52,6 @@ from tinkex.engine.sample.paged import PagedCache
 from tinkex.engine.sample.paged_decoder import PassAttend, RecordedSteps
 from tinkex.engine.sample.states import StateCache
 
-Operands = BatchOperands | Mapping[str, LoraAddend]
-
 
 def can_fuse(config: ModelConfig) -> bool:
     """Whether the kernels know this model's shape; the plain decoder serves the others."""
@@ -52,67 +60,6 @@ def can_fuse(config: ModelConfig) -> bool:
     plain = config.experts is None and config.delta is None and not config.sinks
     odd = config.wide_qk_norm or config.attn_gate or config.qkv_clip is not None
     return config.native and plain and not (biased or odd) and head in (32, 64, 128, 256)
-
-
-@dataclass(slots=True)
-class KeptLayer:
-    """The tensors that one layer keeps between forward and backward."""
-
-    x_TD: Tensor
-    rstd1_T: Tensor
-    fused_TX: Tensor | None
-    mixed_TX: Tensor
-    """What the output linear reads."""
-    attn_THd: Tensor | None
-    """The attention's output, where `mixed_TX` is something else than its rows."""
-    lse_HT: Tensor | None
-    """Of attention layers."""
-    x2_TD: Tensor
-    rstd2_T: Tensor
-    gate_up_TX: Tensor | None
-    experts: mixture.KeptBlock | None
-    inner: dict[str, Any]
-    """The adapters' inner products, by linear."""
-
-    def num_bytes(self) -> int:
-        rest = (self.x_TD, self.mixed_TX, self.attn_THd, self.lse_HT, self.x2_TD)
-        return _bytes(*rest) + self.wide_bytes()
-
-    def wide_bytes(self) -> int:
-        """Bytes of the widest products, which can be made again from the rest."""
-        experts = None if self.experts is None else self.experts.gate_up_NX
-        return _bytes(self.fused_TX, self.gate_up_TX, experts)
-
-    def slim(self) -> None:
-        self.fused_TX = self.gate_up_TX = None
-        if self.experts is not None:
-            self.experts.gate_up_NX = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    """The tokens of one batch: where each stands, and what it may see of those before it."""
-
-    angles: tuple[Tensor, Tensor]
-    """Cosines and sines, [T, h]."""
-    attention: Any
-    """A `PackedFlash`, or, without gradients, the sampler's `CachedAttend`."""
-    rows_T: Tensor | None
-    """0, 1, 2, ...: where each row's key and value go; None: where the cache says."""
-    trains: bool
-    packed: PackedCausal | None
-    routing: Routing | None
-    whole: WholeSequences | None
-    """Of a packed batch of a model with delta layers."""
-    members: Sequence[AdapterTokens]
-    """Whose tokens are where, for the adapters of experts."""
-
-    def target(self, index: int) -> tuple[Any, Any, Any]:
-        """Where a layer's keys and values go; see `kernels.rope`."""
-        if self.rows_T is None:
-            target: tuple[Any, Any, Any] = self.attention.target(index)
-            return target
-        return None, None, self.rows_T
 
 
 class CudaDecoder(Decoder):
@@ -183,7 +130,7 @@ class CudaDecoder(Decoder):
 
     def logits(self, hidden_ND: Tensor, lora: LoraAddend | None) -> Tensor:
         """Logits in fp32 from bf16 operands: a bf16 logit would be off by up to 0.06."""
-        return _linear(hidden_ND, self.head_VD, None, lora, torch.float32)[0]
+        return linear(hidden_ND, self.head_VD, None, lora, torch.float32)[0]
 
     def infer(
         self,
@@ -257,7 +204,7 @@ class CudaDecoder(Decoder):
         self, index: int, w: LayerWeights, fused: Tensor, stream: Stream
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The input of the output linear; the rest as `KeptLayer` has it."""
-        q, k, v = self._split(fused, _norms(w), stream.angles, stream.target(index))
+        q, k, v = self._split(fused, norms_of(w), stream.angles, stream.target(index))
         attn, lse = attended(index, w, q, k, v, stream)
         return attn.flatten(1), None, lse
 
@@ -338,11 +285,11 @@ class CudaDecoder(Decoder):
         assert s.fused_TX is not None
         assert s.lse_HT is not None
         # Made again and not kept: the fused product is kept for the norms' gradients anyway.
-        q, k, v = self._split(s.fused_TX, _norms(w), stream.angles, stream.target(index))
+        q, k, v = self._split(s.fused_TX, norms_of(w), stream.angles, stream.target(index))
         attn, dattn = s.mixed_TX.view_as(q), dmixed.view_as(q)
         grads: Three = stream.attention.backward(index, dattn, q, k, v, attn, s.lse_HT)
         eps = self.config.norm_eps
-        return kernels.rope_backward(*grads, s.fused_TX, *stream.angles, _norms(w), eps)
+        return kernels.rope_backward(*grads, s.fused_TX, *stream.angles, norms_of(w), eps)
 
 
 @dataclass(slots=True)
@@ -400,7 +347,7 @@ class FusedPass:
         inputs alone it repeats all of it, attention too, which in long sequences is most.
         """
         above = self.decoder.config.num_layers - index - 1
-        whole, wide, bare = layer.num_bytes(), layer.wide_bytes(), _bytes(*below)
+        whole, wide, bare = layer.num_bytes(), layer.wide_bytes(), num_bytes_of(*below)
         if self.used_bytes + whole + above * (whole - wide) <= self.room:
             self.used_bytes += whole
             return layer
@@ -410,10 +357,6 @@ class FusedPass:
             return layer
         self.used_bytes += bare
         return below
-
-
-def _bytes(*tensors: Tensor | None) -> int:
-    return sum(t.nbytes for t in tensors if t is not None)
 
 
 def _by_hand(
@@ -438,80 +381,3 @@ class _ByHand(torch.autograd.Function):
     def backward(ctx: Any, dhidden_TD: Tensor) -> Any:
         ctx.back(dhidden_TD.contiguous())
         return None, None, None
-
-
-def _norms(w: LayerWeights) -> tuple[Tensor, Tensor] | None:
-    return None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
-
-
-def _linear(
-    x_TX: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    lora: LoraAddend | None,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Any]:
-    """(x W^T + adapters, the adapters' inner product)."""
-    # Started first: in a recorded step it runs on a stream of its own, beside the large product.
-    inner = None if lora is None else lora.start(x_TX)
-    y_TX = product(x_TX, weight, bias, dtype)
-    if lora is not None:
-        lora.add_(y_TX, inner)
-    return y_TX, inner
-
-
-@dataclass(frozen=True, slots=True)
-class Linears:
-    """The linears of one layer by name, there and back, with their adapters."""
-
-    index: int
-    lora: Any
-    """`Operands`; on the way back `BatchOperands`."""
-    inner: dict[str, Any]
-    """The adapters' inner products: the way back needs them."""
-
-    def forward(
-        self, name: str, x_TX: Tensor, weight: Tensor, bias: Tensor | None = None
-    ) -> Tensor:
-        lora = self.lora.get(f"{self.index}.{name}")
-        y_TX, self.inner[name] = _linear(x_TX, weight, bias, lora)
-        return y_TX
-
-    def backward(self, name: str, dy_TX: Tensor, weight: Tensor) -> tuple[Tensor, Any]:
-        """(the gradient of the input, that of the adapters' inner product; None: it has none)."""
-        # cuBLAS may add in another order for another number of rows; `product` never does.
-        dx_TX = product(dy_TX, weight.t()) if self.lora.batch.apart else dy_TX @ weight
-        lora = self.lora.get(f"{self.index}.{name}")
-        return dx_TX, None if lora is None else lora.backward_input_(dx_TX, dy_TX)
-
-    def gather(self, name: str, x_TX: Tensor, dy_TX: Tensor, dh: Any) -> None:
-        """Add the gradients of the adapters to their buffers."""
-        key = f"{self.index}.{name}"
-        if (lora := self.lora.get(key)) is not None:
-            lora.gather(x_TX, self.inner[name], dy_TX, dh, self.lora.grads(key))
-
-
-def swiglu(
-    y: Tensor, up: Tensor, down: Tensor, linears: Linears, prefix: str = ""
-) -> tuple[Tensor, Tensor]:
-    """(what a dense MLP adds, its fused gate_up); `prefix` starts the names of its linears."""
-    gate_up = linears.forward(f"{prefix}gate_up", y, up)
-    return linears.forward(f"{prefix}down", kernels.swiglu(gate_up), down), gate_up
-
-
-def attended(
-    index: int, w: LayerWeights, q: Tensor, k: Tensor, v: Tensor, stream: Stream
-) -> tuple[Tensor, Tensor | None]:
-    """Attention's output [T, H, d], and in training the log-sums that its backward needs."""
-    if stream.trains:
-        made: tuple[Tensor, Tensor] = stream.attention.forward(index, q, k, v, w.sinks)
-        return made
-    return stream.attention(index, q, k, v, w.sinks), None
-
-
-def members_of(lora: Operands, num_rows: int) -> list[AdapterTokens]:
-    """Whose tokens are where, for the experts' adapters."""
-    if isinstance(lora, BatchOperands):
-        return lora.members()
-    slots: Any = lora.get(EXPERTS)
-    return [] if slots is None else [slots.expert_member(num_rows)]

@@ -20,15 +20,8 @@ from tinkex.engine.cuda import kernels, mixture, mixture_kernels
 from tinkex.engine.cuda.adapter_operand import BatchOperands
 from tinkex.engine.cuda.delta import GatedNorm
 from tinkex.engine.cuda.delta_rule import can_chunk, mix_packed, tensor_cores
-from tinkex.engine.cuda.fused import (
-    CudaDecoder,
-    KeptLayer,
-    Linears,
-    Operands,
-    Stream,
-    attended,
-    swiglu,
-)
+from tinkex.engine.cuda.fused import CudaDecoder
+from tinkex.engine.cuda.layer_parts import KeptLayer, Linears, Operands, Stream, attended, swiglu
 from tinkex.engine.lora.adapter import LoraBatch
 from tinkex.engine.model.attention import PackedCausal
 from tinkex.engine.model.decoder import LayerWeights

@@ -35,7 +35,8 @@ from tinkex.engine.hosting import Ready, Refused
 from tinkex.engine.model.base_model import ModelSource
 from tinkex.engine.model.decoder import Decoder
 from tinkex.engine.model.fingerprint import Base
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.train.config import TrainerConfig
 from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import ConfigError, TinkerError

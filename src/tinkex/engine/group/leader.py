@@ -45,7 +45,8 @@ from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.fingerprint import Base, Witness
 from tinkex.engine.model.sharding import check_divides
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.train.config import TrainerConfig
 from tinkex.engine.train.trainer import Trainer
 from tinkex.errors import (

@@ -18,7 +18,8 @@ from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.model.loading import check_room
 from tinkex.engine.model.sharding import check_divides
 from tinkex.engine.model.weights import WeightReader, open_weights
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.sample.stopping import load_detokenizer
 from tinkex.engine.train.config import TrainerConfig
 from tinkex.engine.train.trainer import Trainer

@@ -28,18 +28,17 @@ from tinkex.engine import jobs
 from tinkex.engine.collectives.group import on_every_rank
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.model import packed_weights
-from tinkex.engine.model.decoder import Decoder, DecoderLike
+from tinkex.engine.model.decoder import DecoderLike
 from tinkex.engine.model.mixture import Routing
 from tinkex.engine.numerics import routed_experts
 from tinkex.engine.numerics.memory_in_use import give_back
-from tinkex.engine.numerics.ops import Ops
 from tinkex.engine.numerics.row_filling import exactly
 from tinkex.engine.reports import cancelled
-from tinkex.engine.sample.expert_pages import ExpertPages, unrecorded
+from tinkex.engine.sample.config import SamplerConfig
+from tinkex.engine.sample.expert_pages import unrecorded
 from tinkex.engine.sample.intake import Intake
-from tinkex.engine.sample.kv_cache import BlockPool
-from tinkex.engine.sample.paged import PagedAttend, PagedCache, kv_bytes_per_token, slots_of
-from tinkex.engine.sample.paged_decoder import PagedDecoder, PassAttend, RecordedSteps
+from tinkex.engine.sample.memory import SamplerMemory, pack_weights
+from tinkex.engine.sample.paged import slots_of
 from tinkex.engine.sample.pass_clock import PassClock
 from tinkex.engine.sample.preemption import Preemption
 from tinkex.engine.sample.rng import uniform_table
@@ -52,42 +51,13 @@ from tinkex.engine.sample.running_jobs import (
     sample_of,
 )
 from tinkex.engine.sample.sampling_math import Settings, draw, top_sampled
-from tinkex.engine.sample.scheduler import Chunk, Scheduler, SchedulerConfig, Seq
-from tinkex.engine.sample.state_pool import StatePool
-from tinkex.engine.sample.states import StateCache, state_bytes
+from tinkex.engine.sample.scheduler import Chunk, Scheduler, Seq
 from tinkex.engine.sample.stopping import Detokenize
-from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.errors import InvalidInputError
 
 log = logging.getLogger(__name__)
 _LOGIT_CELLS = 1 << 24
 """Most logits made at once when a prompt is scored (64 MiB in fp32)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplerConfig(SchedulerConfig):
-    kv_bytes: int = 2 << 30
-    """Memory for keys and values of one base model."""
-    block_size: int = 16
-    """Tokens per block; prefixes are shared in whole blocks."""
-    packed_weights: bool = True
-    """On a CPU, keep a second copy of the weights that makes decoding faster, if memory allows."""
-    exact: bool = False
-    """On a CPU, compute a token's bits as a deterministic trainer does: no packed weights."""
-
-    def __post_init__(self) -> None:
-        SchedulerConfig.__post_init__(self)
-        if self.kv_bytes < 1 or self.block_size < 1:
-            raise ConfigError(
-                "sampler.kv_bytes and sampler.block_size must be at least 1, got "
-                f"{self.kv_bytes} and {self.block_size}"
-            )
-
-    @staticmethod
-    def for_device(ops: Ops, *, deterministic: bool = False) -> SamplerConfig:
-        """Defaults that fit a device: a GPU gives a third of what it has free, in larger passes."""
-        if not ops.large_passes:
-            return SamplerConfig(exact=deterministic)
-        return SamplerConfig(kv_bytes=ops.free_bytes() // 3, max_pass_tokens=4096)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,30 +85,16 @@ class Sampler:
         config = config or SamplerConfig()
         # All ranks of a group have as many blocks as the one with the least memory.
         self.config = replace(config, kv_bytes=self.group.smallest(config.kv_bytes))
-        size = self.config.block_size
-        per_token = kv_bytes_per_token(decoder.config, decoder.dtype)
-        if (routing := decoder.config.routing) is not None:
-            per_token += 2 * routing.layers * routing.per_token
-        per_block = size * per_token
-        self.states, pool = _states(decoder, self.config)
-        max_running = self.config.max_running if pool is None else pool.num_live
-        kv_bytes = self.config.kv_bytes - (0 if self.states is None else self.states.size_bytes)
-        enough = max_running * -(-decoder.config.max_context_length // size)
-        num_blocks = max(1, min(kv_bytes // per_block, enough))
-        self.cache = PagedCache(decoder.config, num_blocks, size, decoder.device, decoder.dtype)
-        limits = replace(self.config, max_running=max_running)
-        self.scheduler = Scheduler(limits, BlockPool(num_blocks, size), pool)
+        memory = SamplerMemory.of(decoder, self.config)
+        self.cache, self.states, self._experts = memory.cache, memory.states, memory.experts
+        limits = replace(self.config, max_running=memory.max_running)
+        self.scheduler = Scheduler(limits, memory.blocks, memory.state_pool)
         self._preemption = Preemption(self.scheduler.config)
-        self._experts: ExpertPages | None = None
-        if routing is not None:
-            self._experts = ExpertPages(decoder.config, num_blocks, size, decoder.device)
-        self._attend, self._graphs = _attention(
-            decoder, self.cache, self.states, self._experts, exact=self.config.exact
-        )
+        self._attend, self._graphs = memory.attention(decoder, exact=self.config.exact)
         # Passes have as many rows on all ranks: all have packed copies, or none counts on them.
-        is_packed = self.group.all_true(_pack_weights(decoder, self.config))
+        is_packed = self.group.all_true(pack_weights(decoder, self.config))
         self._fewest_rows = packed_weights.FEWEST_ROWS if is_packed else 1
-        self._intake = Intake(decoder.config, kv_tokens=num_blocks * size, detokenizer=detokenizer)
+        self._intake = Intake(decoder.config, kv_tokens=memory.num_tokens, detokenizer=detokenizer)
         self._requests: dict[str, RunningJob] = {}
         self._settings: tuple[list[Sample], Settings] | None = None
         self._unread: _Drawn | None = None
@@ -515,40 +471,3 @@ class Sampler:
         if num_tokens > num_prompt:
             own_TLk = np.concatenate([own_TLk, unrecorded(own_TLk)])
         sample.experts = routed_experts.pack(own_TLk)
-
-
-# ------------------------------------------------------------------------------------ functions
-
-
-def _pack_weights(decoder: DecoderLike, config: SamplerConfig) -> bool:
-    """Make the copies that decoding on a CPU is faster with; False where there are none."""
-    wanted = config.packed_weights and not config.exact
-    if not wanted or not isinstance(decoder, Decoder):
-        return False
-    return packed_weights.pack(decoder.matrices())
-
-
-def _states(
-    decoder: DecoderLike, config: SamplerConfig
-) -> tuple[StateCache | None, StatePool | None]:
-    """Room for the states of delta layers: half for what runs, half for saved ones, and no more
-    than half of the memory that keys, values and states have together."""
-    if not (size_bytes := state_bytes(decoder.config, decoder.dtype)):
-        return None, None
-    count = max(2, min(2 * config.max_running, config.kv_bytes // 2 // size_bytes))
-    pool = StatePool(count // 2, count - count // 2)
-    return StateCache(decoder.config, count, decoder.device, decoder.dtype), pool
-
-
-def _attention(
-    decoder: DecoderLike,
-    cache: PagedCache,
-    states: StateCache | None,
-    experts: ExpertPages | None,
-    *,
-    exact: bool,
-) -> tuple[PassAttend, RecordedSteps | None]:
-    """The decoder's own way to attend over pages and to record steps, or the plain one."""
-    if isinstance(decoder, PagedDecoder):
-        return decoder.paged(cache, states, experts)
-    return PagedAttend(cache, states, exact=exact and decoder.ops.fills_rows), None

@@ -24,7 +24,8 @@ from tinkex.engine.model.decoder import Decoder, DecoderLike
 from tinkex.engine.model.fingerprint import Base, fingerprint, witness_of
 from tinkex.engine.numerics.memory_in_use import tensor_bytes
 from tinkex.engine.reports import tell
-from tinkex.engine.sample.sampler import Sampler, SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
+from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.sample.stopping import load_detokenizer
 from tinkex.engine.torch.config import EngineConfig
 from tinkex.engine.train.config import TrainerConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tinkex.engine.device.backend import find_device
-from tinkex.engine.sample.sampler import SamplerConfig
+from tinkex.engine.sample.config import SamplerConfig
 from tinkex.engine.train.config import TrainerConfig
 from tinkex.errors import ConfigError
 
