@@ -74,5 +74,6 @@ def check_peft_config(config: Mapping[str, Any]) -> None:
 def scale_of(config: Mapping[str, Any], alpha: Any, rank: int) -> float:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise InvalidInputError(f"lora_alpha must be a number, got {alpha!r}", path=CONFIG)
+    # Kalajdzievski, rsLoRA (arXiv 2312.03732): alpha over the root of the rank.
     root = rank**0.5 if config.get("use_rslora") else rank
     return alpha / root

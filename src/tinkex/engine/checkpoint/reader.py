@@ -182,6 +182,7 @@ def _read_modules(
 ) -> tuple[dict[str, ModuleInit], str]:
     """The matrices by module, and the digest of the very bytes they were made from."""
     check_peft_config(config)
+    # Read once: the bytes that are hashed are the bytes that are used.
     weights = _read_bytes(path / WEIGHTS)
     modules = _modules(_parse_tensors(weights), config)
     content = _digest(config, weights)
@@ -244,18 +245,18 @@ def _from_modules(
     A tensor that is not there was all zeros, if the manifest says that such are left out.
     """
     flat = torch.zeros_like(adapter.flat)
-    for name, place in by_module(adapter, flat):
-        found = stored.get(f"{name}{suffix}")
-        if found is None and not manifest.get("zeros_left_out"):
+    for name, view in by_module(adapter, flat):
+        tensor = stored.get(f"{name}{suffix}")
+        if tensor is None and not manifest.get("zeros_left_out"):
             raise InvalidInputError(f"the checkpoint holds no state for '{name}{suffix}'")
-        if found is None:
+        if tensor is None:
             continue
-        if found.shape != place.shape:
+        if tensor.shape != view.shape:
             raise InvalidInputError(
-                f"optimizer state of {name!r} has shape {tuple(found.shape)}, "
-                f"the weights have {tuple(place.shape)}"
+                f"optimizer state of {name!r} has shape {tuple(tensor.shape)}, "
+                f"the weights have {tuple(view.shape)}"
             )
-        place.copy_(found)
+        view.copy_(tensor)
     return flat
 
 

@@ -48,12 +48,12 @@ class Snapshots:
 
     def find(self, base: str, folder: str, read: Callable[[str], Adapter]) -> AdapterSnapshot:
         """The weights in a folder, read where they are not kept."""
-        found, written = self._kept.get((base, folder)), version_of(folder)
-        if found is None or (written is not None and written != found.written):
+        snapshot, written = self._kept.get((base, folder)), version_of(folder)
+        if snapshot is None or (written is not None and written != snapshot.written):
             adapter = read(folder)
-            found = AdapterSnapshot(adapter, adapter.content, written)
-        self.keep(base, folder, found)
-        return found
+            snapshot = AdapterSnapshot(adapter, adapter.content, written)
+        self.keep(base, folder, snapshot)
+        return snapshot
 
     def keep(self, base: str, folder: str, snapshot: AdapterSnapshot) -> None:
         self._kept[base, folder] = snapshot

@@ -78,6 +78,7 @@ def capture(
     With `dtype` the weights are rounded to it, for a folder that only a sampler of it reads.
     """
     adapter, optimizer, grads = resident.adapter, resident.optimizer, resident.grads
+    # Copies on the device: the engine waits for no disk, and training may change the originals.
     buffers = {WEIGHTS: {".weight": _copied(adapter.flat, dtype)}}
     if with_optimizer:
         moments = optimizer.moments.items()
@@ -144,6 +145,7 @@ def _save_tensors(
         }
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The format wants its data aligned to eight bytes.
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     stretches = list(_stretches(map(_bytes_of, tensors.values())))

@@ -352,6 +352,7 @@ class FusedPass:
             self.used_bytes += whole
             return layer
         if self.used_bytes + whole - wide + above * bare <= self.room:
+            # The widest products are made again from the normed inputs, bit for bit.
             self.used_bytes += whole - wide
             layer.slim()
             return layer

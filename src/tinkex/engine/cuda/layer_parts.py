@@ -146,6 +146,7 @@ def attended(
     index: int, w: LayerWeights, q: Tensor, k: Tensor, v: Tensor, stream: Stream
 ) -> tuple[Tensor, Tensor | None]:
     """Attention's output [T, H, d], and in training the log-sums that its backward needs."""
+    # Only a backward needs the log-sums of the scores.
     if stream.trains:
         made: tuple[Tensor, Tensor] = stream.attention.forward(index, q, k, v, w.sinks)
         return made

@@ -305,6 +305,7 @@ class DecodeGraphs:
         assert static.logits_BV is not None
         static.graph.replay()
         logits = static.logits_BV[: len(chunks)]
+        # Slots sort rows by adapter; logits go back in the order of the chunks.
         if order == list(range(len(chunks))):
             return logits
         back = np.empty(len(order), np.int64)

@@ -53,6 +53,7 @@ class SmallPasses:
     def find(self, num_tokens: int, lengths: Sequence[int], lora: LoraBatch) -> Recording | None:
         """A recording that this pass fits, with its adapter in place; None: run it plainly."""
         size = next((size for size in _SIZES if size >= num_tokens), None)
+        # A recording has one adapter in place, so a pass of several is run plainly.
         whole = len(lora.spans) == 1 and lora.spans[0].stop - lora.spans[0].start == num_tokens
         if size is None or not whole or len(lengths) + 2 > _SEQUENCES:
             return None
@@ -165,5 +166,6 @@ class Recording:
             with torch.cuda.graph(self._forward, pool=pool):
                 one, self._hidden_TD = forward()
             self.pool = pool or self._forward.pool()
+            # One pool for both: the backward reads what the forward kept.
             with torch.cuda.graph(self._backward, pool=self.pool):
                 backward(one)

@@ -17,6 +17,7 @@ def send(values: Any, device: torch.device | str, dtype: torch.dtype | None = No
     host = torch.as_tensor(values, dtype=dtype)
     if torch.device(device).type != "cuda":
         return host
+    # From pageable memory the copy would wait for the device, whatever `non_blocking` says.
     return host.pin_memory().to(device, non_blocking=True)
 
 

@@ -55,6 +55,7 @@ class WarmUp:
         try:
             with (
                 torch.cuda.device(self._device),
+                # A stream of its own: weights are copied to the card on the default one meanwhile.
                 torch.cuda.stream(torch.cuda.Stream(self._device)),
             ):
                 self._train()
@@ -63,6 +64,7 @@ class WarmUp:
             log.exception("warming up failed; the first step will be slower")
 
     def _train(self) -> None:
+        # Kernels are chosen by shapes, not by values: random weights compile the same ones.
         weights = RandomWeights(self._config, device=str(self._device))
         decoder = CudaDecoder(self._config, weights, ops=self._ops)
         trainer = Trainer(decoder, base_model="", config=TrainerConfig())

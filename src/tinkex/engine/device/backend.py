@@ -57,6 +57,7 @@ def ops_for(device: torch.device | str) -> Ops:
     device = torch.device(device)
     if device.type != "cuda":
         return CPU
+    # Triton exists for Linux only; on Windows torch runs CUDA without our kernels.
     if not HAS_TRITON:
         return CudaOps(device)
     from tinkex.engine.cuda.kernel_ops import KernelOps

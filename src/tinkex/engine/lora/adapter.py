@@ -377,6 +377,7 @@ def low_rank_inner(x_TI: Tensor, terms: Sequence[LoraTerm]) -> list[Tensor]:
     scaled: list[Tensor] = []
     for term in terms:
         x_tI = x_TI[term.start : term.stop]
+        # LoRA (arXiv 2106.09685): y += B (scale * A x). The scale goes to the narrow side.
         h_tR = (filled(x_tI) @ term.group.a_RI.to(x_TI.dtype).t())[: len(x_tI)]
         _scale_parts(h_tR, term.group)
         scaled.append(h_tR)
@@ -414,6 +415,7 @@ def low_rank_backward(
         for part, b_Or in zip(group.parts, group.b_Or, strict=True):
             dy_tO = dy_TO[term.start : term.stop, part.target.start : part.target.stop]
             rows = slice(part.row, part.row + part.rank)
+            # [t, r] = [t, O] @ [O, r]; then dA = dh^T x and dB = dy^T h.
             dh_tR[:, rows] = dy_tO @ b_Or.to(dy_tO.dtype)
             db_Or.append((dy_tO.t() @ h_tR[:, rows]).float())
         _scale_parts(dh_tR, group)

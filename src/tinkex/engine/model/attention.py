@@ -166,6 +166,7 @@ def attend_with_sinks(
     """
     share = q_BHtd.shape[1] // k_BKld.shape[1]
     k_BHld, v_BHld = (t.repeat_interleave(share, dim=1) for t in (k_BKld, v_BKld))
+    # A sink is a logit of gpt-oss that takes weight away from the keys; its value is zero.
     scores = wide(q_BHtd @ k_BHld.transpose(-1, -2)) * q_BHtd.shape[-1] ** -0.5
     scores = scores.masked_fill(~seen, -torch.inf)
     sinks = sinks_H.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)

@@ -261,6 +261,7 @@ class Decoder(DecoderLike):
         return x_TD.requires_grad_() if torch.is_grad_enabled() else x_TD
 
     def _rope(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        # In fp32: in bf16 positions past 256 would fall together.
         angles_Th = positions_T.to(torch.float32)[:, None] * self._inv_freq_h
         factor = self.config.rope.attention_factor
         cos_Th, sin_Th = angles_Th.cos(), angles_Th.sin()
@@ -291,6 +292,7 @@ class Decoder(DecoderLike):
             mixed = attend(index, q, k, v, layer.sinks)
             mixed = (mixed if gate is None else mixed * gate.sigmoid()).flatten(1)
         terms = _terms(lora, f"{index}.o")
+        # Pre-norm blocks: each reads a norm of the stream and adds its output to it.
         x_TD = self._leave(linear, mixed, layer.out, layer.out_bias, terms, x_TD)
         if layer.mixture is not None:
             return x_TD + self._mixture(index, layer.mixture, x_TD, lora, routing)
@@ -367,11 +369,13 @@ class Decoder(DecoderLike):
             [num_q * size * (1 + config.attn_gate), num_kv * size, num_kv * size], dim=1
         )
         if config.attn_gate:
+            # Head by head: its queries, then its gate (Qwen3-Next).
             q_T, gate_THd = q_T.unflatten(1, (num_q, 2 * size)).chunk(2, dim=-1)
         if layer.q_norm is not None and layer.k_norm is not None:
             if not config.wide_qk_norm:
                 q_T, k_T = (t.unflatten(1, (-1, size)) if t.ndim == 2 else t for t in (q_T, k_T))
             q_T, k_T = self._norm_heads(layer, q_T, k_T)
+        # Before the rotation, which keeps lengths but moves values past the limit (OLMo).
         if (clip := config.qkv_clip) is not None:
             q_T, k_T, v_T = (t.clamp(-clip, clip) for t in (q_T, k_T, v_T))
         q_T, k_T = rotate(q_T, num_q, cos_Th, sin_Th), rotate(k_T, num_kv, cos_Th, sin_Th)
@@ -407,6 +411,8 @@ def _yarn_frequencies(rope: RopeConfig, inv_freq_h: Tensor, size: int) -> Tensor
         length = rope.original_max_position / (turns * 2 * math.pi)
         return size * math.log(length) / (2 * math.log(rope.theta))
 
+    # Peng et al., YaRN (arXiv 2309.00071): by how often a pair turns in the context that the
+    # model was trained with.
     low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)

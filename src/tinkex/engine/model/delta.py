@@ -124,6 +124,7 @@ def step(
     """The rule as it is defined, token by token."""
     outputs = []
     for t in range(q_BHLk.shape[2]):
+        # Yang et al., Gated Delta Networks (arXiv 2412.06464).
         state = state * g_BHL[:, :, t, None, None].exp()
         k_BHk1 = k_BHLk[:, :, t, :, None]
         known_BHv = (state * k_BHk1).sum(-2)
@@ -150,6 +151,7 @@ def chunks(
     decay_BHNcc = apart.masked_fill(~seen, -torch.inf).exp()
     from_start = total_BHNc.to(g.dtype).exp()[..., None]
     to_end = (total_BHNc[..., -1:] - total_BHNc).to(g.dtype).exp()[..., None]
+    # The WY form of a product of Householder-like updates (arXiv 2406.06484).
     kb, vb = k * beta[..., None], v * beta[..., None]
     system = (kb @ k.transpose(-1, -2)) * decay_BHNcc
     right = torch.cat([vb, kb * from_start], dim=-1)

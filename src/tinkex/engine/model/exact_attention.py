@@ -3,8 +3,8 @@
 As on a GPU (`engine.cuda.attention`): keys in chunks of `CHUNK` positions, each chunk one product,
 one sum of weights and one weighted sum of values, chunks merged in order. A last chunk is filled up
 with zeros, so every product has the same shape but for its number of rows, on which its sums do not
-depend (`rows`). So a training pass, a prompt's chunk and a decode step give a token the same bits.
-The backward is torch's own, from our output and log-sum.
+depend (`row_filling`). So a training pass, a prompt's chunk and a decode step give a token the same
+bits. The backward is torch's own, from our output and log-sum.
 
 Shapes: B sequences, H query heads, K key heads, G = H / K, t queries, l keys, d head size.
 """
@@ -60,7 +60,10 @@ def _forward(
         s = s[:, :M].reshape(B, K, H // K, t - first, CHUNK)
         s = s.masked_fill(~seen[:, None, None], -math.inf).view(B * K, H // K, t - first, CHUNK)
         at = (slice(None), slice(None), slice(first, None))
+        # Online softmax (Milakov and Gimelshein, arXiv 1805.02867): rescale what was summed so far
+        # to the new largest score.
         new = torch.maximum(top[at], s.amax(-1, keepdim=True))
+        # A query that has seen no key yet: inf - inf would be no number.
         base = new.masked_fill(new == -math.inf, 0.0)
         p, old = s.sub_(base).exp_(), (top[at] - base).exp_()
         total[at] = total[at] * old + p.sum(-1, keepdim=True)

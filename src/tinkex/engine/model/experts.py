@@ -48,8 +48,8 @@ class Experts:
     def targets(self) -> dict[str, Target]:
         num_experts, hidden, size = self._down_EDM.shape
         names = [f"{self._name}.{expert}" for expert in range(num_experts)]
-        found = [mlp_targets(f"{name}.", name, hidden, size) for name in names]
-        return {key: target for targets in found for key, target in targets.items()}
+        by_expert = [mlp_targets(f"{name}.", name, hidden, size) for name in names]
+        return {key: target for targets in by_expert for key, target in targets.items()}
 
     def __call__(self, x_TD: Tensor, chosen_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         out_TD = torch.zeros_like(x_TD)

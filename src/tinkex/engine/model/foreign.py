@@ -63,6 +63,7 @@ class ForeignDecoder(DecoderLike):
         except (AttributeError, KeyError, RuntimeError, TypeError) as exc:
             self._refuse(f"a forward pass that fails in transformers itself ({exc})", exc)
         _register_backend()
+        # From here on the model attends through us; `expected_TV` is of the untouched one.
         self._model.set_attn_implementation(_BACKEND)
         self.targets = dict(self._adapt())
         self.uncovered = dict(reversed(list(self._bare_weights())))  # the first of each kind

@@ -68,6 +68,7 @@ def _normalize(x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
 
 def _norm_backward(dn: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> Tensor:
     unit = wide(x) * inverse
+    # y = unit * weight, so dx = (g - unit * mean(g * unit)) / rms; the weight is frozen.
     g = wide(dn) * weight
     inner = (g * unit).mean(-1, keepdim=True)
     return g.sub_(unit.mul_(inner)).mul_(inverse).to(x.dtype)
@@ -295,6 +296,8 @@ def rotate(x_T: Tensor, num_heads: int, cos_Th: Tensor, sin_Th: Tensor) -> Tenso
 def _rotate_inplace(x_T: Tensor, num_heads: int, cos_Th: Tensor, sin_Th: Tensor) -> Tensor:
     num_rows, half = cos_Th.shape
     heads_Tnd = x_T if x_T.ndim == 3 else x_T.view(num_rows, -1, 2 * half)
+    # Halves of a head form the pairs, as in Hugging Face; RoFormer (arXiv 2104.09864) pairs
+    # neighbours.
     left, right = heads_Tnd[:, :num_heads, : 2 * half].chunk(2, dim=-1)
     cos, sin = cos_Th.unsqueeze(1), sin_Th.unsqueeze(1)
     turned = left * sin
@@ -315,4 +318,5 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, dy_T: Tensor) -> Any:
         cos_Th, sin_Th = ctx.saved_tensors
         dy_T = dy_T.clone(memory_format=torch.contiguous_format)
+        # A rotation is undone by its negative angle; autograd may still read `dy_T`.
         return _rotate_inplace(dy_T, ctx.num_heads, cos_Th, -sin_Th), None, None, None

@@ -136,6 +136,7 @@ _ROOM_TO_WORK = 0.75
 
 def stays_packed(config: ModelConfig, dtype: torch.dtype, free: int) -> bool | None:
     """Whether experts that are stored in 4 bits stay so; None: even so they do not fit."""
+    # The rest is for activations, keys and values, and adapters.
     if weight_bytes(config, dtype) <= _ROOM_TO_WORK * free:
         return False
     return True if weight_bytes(config, dtype, packed=True) <= free else None

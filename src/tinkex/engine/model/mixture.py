@@ -113,6 +113,7 @@ def route(
         chosen_Tk = torch.where(given_Tk[:, :1] < 0, chosen_Tk, given_Tk.to(chosen_Tk))
     if agree is not None:
         chosen_Tk = agree(chosen_Tk)
+    # Shares of all experts, or of the chosen ones only where the family normalises them.
     weights_Tk = logp_TE.gather(1, chosen_Tk).exp()
     if config.normalised:
         weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
@@ -170,6 +171,7 @@ def mixture(
             routing.own[layer_index] = logp_TE.detach().topk(config.per_token, dim=-1).indices
         with torch.no_grad():
             routing.entropy[layer_index] = -(logp_TE.exp() * logp_TE).sum(-1)
+    # Stable: rows of one expert keep their order, so that spans of adapters stay contiguous.
     order = chosen_Tk.flatten().argsort(stable=True)
     rows = order // config.per_token
     counts = torch.bincount(chosen_Tk.flatten(), minlength=config.count).tolist()

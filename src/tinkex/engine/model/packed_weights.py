@@ -70,6 +70,7 @@ def product(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor | 
 
     The result may be overwritten; the arguments are not.
     """
+    # Training must not use a copy: its sums have another order.
     if not torch.is_inference_mode_enabled():
         return None
     packed = getattr(weight_OI, _ATTRIBUTE, None)

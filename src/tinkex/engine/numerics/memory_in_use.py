@@ -30,6 +30,7 @@ def tensor_bytes(*roots: Any) -> int:
         if isinstance(item, Tensor):
             if item.layout == torch.strided and not item.is_meta:
                 storage = item.untyped_storage()
+                # Views share a storage, which is counted once.
                 storages[storage.data_ptr()] = storage.nbytes()
         else:
             waiting.extend(_inside(item))
@@ -65,6 +66,7 @@ def free_bytes() -> int:
 
 def give_back() -> None:
     """Return freed memory to the system, where the system has a way."""
+    # Tensors in reference cycles still hold memory.
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

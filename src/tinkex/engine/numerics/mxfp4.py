@@ -102,4 +102,5 @@ def _expand(blocks_RGb: Tensor, scales_RG: Tensor) -> Tensor:
     """[R, I] in fp32, which holds each of these numbers exactly."""
     flat = blocks_RGb.reshape(-1).int()
     values_RGn = _pairs(blocks_RGb.device).index_select(0, flat).view(*scales_RG.shape, GROUP)
+    # OCP Microscaling Formats 1.0: E8M0 scales are powers of two with a bias of 127.
     return torch.ldexp(values_RGn, scales_RG.int()[..., None] - 127).flatten(-2)

@@ -34,5 +34,6 @@ def filled(x_TI: Tensor) -> Tensor:
 
 def fill(x_BTI: Tensor) -> Tensor:
     """The same in any mode, of one matrix or of several."""
+    # Four rows are one step of MKL's kernels; zeros behind them change no other row.
     missing = -x_BTI.shape[-2] % 4
     return F.pad(x_BTI, (0, 0, 0, missing)) if missing else x_BTI

@@ -22,6 +22,7 @@ def log_total(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 def total(weights_NV: Tensor) -> Tensor:
     """The sum of each row, [N, 1]; in groups, since torch halves a single long row by threads."""
+    # [N, V] -> [N, V / 64, 64]: sums of 64 neighbours, then of the groups, then what is left.
     whole = weights_NV.shape[1] // _GROUP * _GROUP
     groups_NG: Tensor = weights_NV[:, :whole].unflatten(1, (-1, _GROUP)).sum(2)
     return groups_NG.sum(1, keepdim=True) + weights_NV[:, whole:].sum(1, keepdim=True)

@@ -57,6 +57,7 @@ def apply_step(
     if 0 < params.grad_clip_norm < norm:
         grad *= params.grad_clip_norm / norm
     state.step += 1
+    # Decoupled from the gradient (Loshchilov and Hutter, arXiv 1711.05101), for all optimizers.
     if params.weight_decay:
         adapter.flat *= 1 - params.learning_rate * params.weight_decay
     UPDATES[state.kind].step(ops, adapter, state.moments, grad, state.step, params)

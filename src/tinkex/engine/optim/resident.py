@@ -87,6 +87,7 @@ def shortage_for(new: ResidentAdapter, others: Iterable[ResidentAdapter]) -> str
     """
     if new.adapter.flat.device.type != "cpu":
         return ""
+    # From its first step on an adapter has touched all of its memory, which counts as used.
     untouched = [new, *(one for one in others if one.optimizer.step == 0)]
     # Gradients and moments, which nobody has written to yet.
     needed = sum((1 + len(one.optimizer.moments)) * one.adapter.flat.nbytes for one in untouched)

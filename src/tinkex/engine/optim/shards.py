@@ -22,6 +22,7 @@ def deal(
     """The pile of each item: the most costly first, each to the pile that is lightest by then."""
     filled = list(loads) if loads is not None else [0.0] * num_piles
     piles = [0] * len(costs)
+    # Longest processing time first; ties by index, so that every worker deals alike.
     for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
         pile = min(range(num_piles), key=filled.__getitem__)
         piles[item] = pile

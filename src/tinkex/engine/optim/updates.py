@@ -93,6 +93,7 @@ def orthogonalize(matrix: Tensor, num_steps: int = 5) -> Tensor:
     """Push all singular values of a matrix towards one (quintic Newton-Schulz iteration)."""
     import torch
 
+    # Jordan et al., Muon (2024): chosen to converge fast, to about 1 and not exactly to it.
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
     x: Tensor = matrix.t() if tall else matrix

@@ -58,24 +58,25 @@ class BlockPool:
 
     def match(self, keys: Iterable[Key]) -> list[int]:
         """Take a reference on the longest run of cached blocks at the start of a chain."""
-        found = []
+        blocks = []
         for key in keys:
             if (block := self._block_of.get(key)) is None:
                 break
+            # Held again, so it cannot be evicted.
             self._idle.pop(block, None)
             self._refs[block] += 1
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def num_idle_of(self, keys: Iterable[Key]) -> tuple[int, int]:
         """The number of blocks that `match` would find, and how many of them are available now."""
-        found = idle = 0
+        num_found = num_idle = 0
         for key in keys:
             if (block := self._block_of.get(key)) is None:
                 break
-            found += 1
-            idle += self._refs[block] == 0
-        return found, idle
+            num_found += 1
+            num_idle += self._refs[block] == 0
+        return num_found, num_idle
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks with one reference each, or None, changing nothing, if so many are not
@@ -90,6 +91,7 @@ class BlockPool:
         return blocks
 
     def _evict(self) -> int:
+        # The longest unused: entries are added at the end and never moved.
         block, _ = self._idle.popitem(last=False)
         key = self._key_of[block]
         assert key is not None

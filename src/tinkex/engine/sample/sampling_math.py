@@ -159,9 +159,11 @@ def _cut(values_NK: Tensor, settings: Settings, scaled_NV: Tensor) -> Tensor:
         # Candidates are not all there is: rows without top_k measure top_p against everything.
         all_N = whole_weights(scaled_NV).sum(1)
         whole_N = torch.where(settings.top_k_N == vocab_size, all_N, whole_N)
+    # Holtzman et al. (arXiv 1904.09751): a token stays while less than top_p lies before it.
     before_NK = weights_NK.cumsum(1) - weights_NK
     out_NK = before_NK >= (settings.top_p_N.double() * whole_N.double())[:, None]
     out_NK &= (rank_K > 0) & (settings.top_p_N < 1)[:, None]
+    # Nguyen et al., min_p (arXiv 2407.01082): a share of the likeliest token's probability.
     out_NK |= values_NK < settings.log_min_p_N[:, None]
     return kept_NK.masked_fill(out_NK, float("-inf"))
 

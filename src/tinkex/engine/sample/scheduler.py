@@ -183,11 +183,11 @@ class Scheduler:
         while seq.num_cached % size == 0 and (at := seq.num_cached // size) < num_shareable:
             if keys[at] in in_flight:
                 return None
-            if not (found := self.pool.match(keys[at : at + 1])):
+            if not (shared := self.pool.match(keys[at : at + 1])):
                 break
             # Another sequence computed this block since admission: take its block, return our own.
             self.pool.release([seq.blocks[at]])
-            seq.blocks[at] = found[0]
+            seq.blocks[at] = shared[0]
             seq.num_cached += size
             seq.num_hit += size
         length = min(len(seq.tokens) - seq.num_cached, room)
@@ -208,8 +208,8 @@ class Scheduler:
             keys = seq.keys(num_shareable, size)
             if keys[at] in in_flight:
                 return None
-            found, _ = self.pool.num_idle_of(keys[at:])
-            count, slot = states.longest(keys[: at + found])
+            num_found, _ = self.pool.num_idle_of(keys[at:])
+            count, slot = states.longest(keys[: at + num_found])
             if count > at:
                 self.pool.release(seq.blocks[at:count])
                 seq.blocks[at:count] = self.pool.match(keys[at:count])
@@ -311,28 +311,29 @@ class Scheduler:
         # The last token is always computed: its hidden state gives the next token.
         num_reusable = min(seq.num_reusable, len(seq.tokens) - 1) // size
         keys = seq.keys(num_reusable, size)
-        found, idle = self.pool.num_idle_of(keys)
+        num_found, num_idle = self.pool.num_idle_of(keys)
         saved = -1
         if self.states is not None:
-            found, saved = self.states.longest(keys[:found])
-            keys = keys[:found]
-            found, idle = self.pool.num_idle_of(keys)
-        # One token more than there are: the first that will be sampled needs a place too.
-        needed = self.pool.blocks_for(len(seq.tokens) + 1) - found
+            # Keys and values alone do not help: the prefix counts as far as a state is saved.
+            num_found, saved = self.states.longest(keys[:num_found])
+            keys = keys[:num_found]
+            num_found, num_idle = self.pool.num_idle_of(keys)
+        # One token more than there are: the first that will be sampled needs a cell too.
+        needed = self.pool.blocks_for(len(seq.tokens) + 1) - num_found
         # Leave one block to each running sequence, or the newcomer is preempted at once. Cached
         # blocks of this very prefix count as available, and are about to be taken.
         spare = len(self.running)
-        if self.pool.num_available - idle < needed + spare:
+        if self.pool.num_available - num_idle < needed + spare:
             return False
         self.waiting.remove(seq)
         blocks = self.pool.match(keys)
-        fresh = self.pool.allocate(self.pool.blocks_for(len(seq.tokens)) - found)
+        fresh = self.pool.allocate(self.pool.blocks_for(len(seq.tokens)) - num_found)
         assert fresh is not None
         seq.blocks = blocks + fresh
-        seq.num_cached = found * size
+        seq.num_cached = num_found * size
         if self.states is not None:
             seq.state = self.states.take()
-            if found:
+            if num_found:
                 self._restores.append((saved, seq.state))
         if not seq._admitted_before:
             seq.num_hit, seq._admitted_before = seq.num_cached, True

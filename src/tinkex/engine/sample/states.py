@@ -64,6 +64,7 @@ class StateCache:
 
     def clear(self, slots: Sequence[int]) -> None:
         """Where a sequence begins; also ends numbers that are not finite."""
+        # Zeros, whatever was there: 0 times infinity would not be 0.
         slabs.clear((self.conv_LSwC, self.heads_LSHkv), slots)
 
     def copy(self, pairs: Sequence[Copy]) -> None:

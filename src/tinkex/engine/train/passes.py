@@ -88,6 +88,7 @@ class PassRunner:
                 with exactly(config.deterministic and self.decoder.ops.fills_rows):
                     self.run_pass(one, tasks, owners, config)
                 took_s = time.perf_counter() - began - (self._away_s - away_s)
+                # A pass is shared: each job pays for its tokens.
                 seconds_per_token = took_s / one.num_tokens
                 for item in one.items:
                     tasks[item.job].seconds += seconds_per_token * item.length

@@ -100,6 +100,7 @@ def _score_piece(
     whole = [run for run in runs if not run.token_local]
     for rows in _chunks(_rows(local, active=True), chunk_rows):
         head.visit(rows, local, evaluate=True, backward=backward)
+    # Rows without a gradient are still scored: their logprobs are part of the answer.
     for rows in _chunks(_rows(local, active=False), chunk_rows):
         head.visit(rows, local, evaluate=False, backward=False)
     for rows in _chunks(_rows(whole), chunk_rows):
@@ -257,6 +258,8 @@ class _PlainSoftmax:
         ]
 
     def backward(self, pieces: Sequence[ScoredRows]) -> Tensor:
+        # d logprob_t / d logit_v = [v = t] - softmax_v: first -sum(slopes) * softmax in place, then
+        # the one-hot part.
         scale_N1 = torch.zeros_like(self._total_N1)
         for piece in pieces:
             if piece.slopes_nK is not None:

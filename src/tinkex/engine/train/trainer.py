@@ -269,6 +269,7 @@ class Trainer:
                     task.budget.give_turn = self.passes.give_turn
             except TinkerError as error:
                 answers[index] = error
+        # Nothing is an adapter's before all passes have run: see `_settle`.
         gathered = self._run(list(tasks.values()))
         for index in self._settle(tasks, gathered):
             # Another job of the same adapter failed and their gradients are mixed: run it alone.
