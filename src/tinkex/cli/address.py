@@ -22,6 +22,7 @@ def resolve_address(state: State) -> Iterator[tuple[str, str]]:
     from tinkex.client.credentials import run_credential_command
 
     config = ClientConfig.from_env(base_url=state.base_url)
+    # A credential command is the client's way to get a short-lived key; raw HTTP needs it as well.
     key = config.api_key or run_credential_command(config.credential_cmd or "")
     if config.base_url != LOCAL:
         yield config.base_url, key

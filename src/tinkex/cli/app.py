@@ -115,6 +115,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     try:
         outcome = cli.main(args=args, prog_name="tinkex", standalone_mode=False, obj=state)
     except click.ClickException as exc:
+        # A usage error may come before click has read `--json` into the state.
         if state.format == "json" or "--json" in args:
             code = "usage" if isinstance(exc, click.UsageError) else "failed"
             return _as_json(code, exc.format_message(), exc.exit_code)

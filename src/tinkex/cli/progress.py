@@ -25,7 +25,7 @@ from rich.progress import (
 
 from tinkex.events import Event, subscribe
 
-_LINE_EVERY_S = 5.0
+_LINE_EVERY_S = 5.0  # Where nobody watches: a log of a long run should stay short.
 _LOADING = re.compile(r"loading .* \d+ %")
 
 
@@ -47,6 +47,7 @@ class Steps:
         if not self._console.is_terminal:
             self._line(step, num_steps, text)
             return
+        # The bar appears with the first step: notes before it need no bar that stands still.
         if self._bar is None:
             self._bar = Progress(
                 TextColumn("{task.description}"),

@@ -23,7 +23,9 @@ from tinkex.wire.loopback import DIRECT
 
 __all__ = ["Probe", "ProbeRun", "datum", "logprobs_of"]
 
+# What a server is told; some answer old versions in another way.
 SDK_VERSION = "0.36.0"
+# Small ids, which every vocabulary has.
 TOKENS = [5, 17, 42, 9, 301, 77, 12, 3]
 _MISSING = (404, 405, 501)
 
@@ -99,6 +101,7 @@ class Probe:
                 {"request_id": request_id, "allow_metadata_only": metadata_only},
                 headers={"Accept": "application/x-protobuf"} if message else None,
             )
+            # 408 ends a long poll without a result; clients repeat polls that failed, too.
             if answer.status_code == 408 or answer.status_code >= 500:
                 continue
             expect(answer.is_success, "a result or 408 from retrieve_future", shown(answer))
@@ -110,7 +113,7 @@ class Probe:
                 continue
             if value.get("status") == "complete_metadata":
                 expect(metadata_only, "the size of a payload once", "complete_metadata twice")
-                metadata_only = False
+                metadata_only = False  # It is ready: now ask for the payload itself.
                 continue
             if "error" in value:
                 raise Mismatch("a result", f"failed future: {value}")
@@ -349,15 +352,16 @@ def _tensor(array: Any, dtype: pb.DType) -> pb.Tensor:
 
 def logprobs_of(output: pb.ForwardBackwardOutput) -> list[Any]:
     """The `logprobs` of each datum."""
-    found = []
+    logprobs = []
     for record in output.loss_fn_outputs:
+        # One ragged tensor for all datums: `offsets` are bytes of `data`, one more than datums.
         tensor = record.fields["logprobs"]
         offsets = np.frombuffer(tensor.offsets, "<i8")
-        found += [
+        logprobs += [
             np.frombuffer(tensor.data[start:end], "<f4")
             for start, end in itertools.pairwise(offsets.tolist())
         ]
-    return found
+    return logprobs
 
 
 def shown(answer: httpx.Response) -> str:

@@ -27,9 +27,9 @@ def _run_id(path: str) -> str:
 
 def _listed(probe: Probe, path: str) -> dict[str, Any]:
     rows = probe.ask("GET", f"training_runs/{_run_id(path)}/checkpoints").get("checkpoints", [])
-    found = [row for row in rows if row.get("tinker_path") == path]
-    expect(len(found) == 1, f"{path} listed once", [row.get("tinker_path") for row in rows])
-    return dict(found[0])
+    matching = [row for row in rows if row.get("tinker_path") == path]
+    expect(len(matching) == 1, f"{path} listed once", [row.get("tinker_path") for row in rows])
+    return dict(matching[0])
 
 
 @check("2.6", "training runs are listed with a cursor")
@@ -45,16 +45,16 @@ def runs(probe: Probe) -> None:
         cursor,
     )
     for row in answer["training_runs"]:
-        missing = {"training_run_id", "base_model", "model_owner", "is_lora", "last_request_time"}
-        expect(missing <= set(row), f"fields {sorted(missing)}", row)
-    one = probe.ask("GET", f"training_runs/{_run_id(path)}", params={"access_scope": "owned"})
-    expect(one.get("training_run_id") == _run_id(path), f"run {_run_id(path)}", one)
+        fields = {"training_run_id", "base_model", "model_owner", "is_lora", "last_request_time"}
+        expect(fields <= set(row), f"fields {sorted(fields)}", row)
+    run = probe.ask("GET", f"training_runs/{_run_id(path)}", params={"access_scope": "owned"})
+    expect(run.get("training_run_id") == _run_id(path), f"run {_run_id(path)}", run)
 
 
 @check("2.6", "pages of runs do not overlap")
 def pages(probe: Probe) -> None:
     _checkpoint(probe)
-    probe.new_run()
+    probe.new_run()  # There are two runs at least.
     first, second = (
         [
             row["training_run_id"]
@@ -119,9 +119,9 @@ def delete(probe: Probe) -> None:
 @check("2.6", "copy_weights makes a second checkpoint")
 def copy(probe: Probe) -> None:
     body = {"source_path": _checkpoint(probe), "destination_project_id": "conformance"}
-    made = probe.ask("POST", "copy_weights", body).get("tinker_path", "")
-    expect(str(made).startswith("tinker://") and made != body["source_path"], "another path", made)
-    probe.ask("POST", "weights_info", {"tinker_path": made})
+    path = probe.ask("POST", "copy_weights", body).get("tinker_path", "")
+    expect(str(path).startswith("tinker://") and path != body["source_path"], "another path", path)
+    probe.ask("POST", "weights_info", {"tinker_path": path})
 
 
 @check("2.6", "external weights download through signed URLs as a PEFT adapter")
@@ -141,15 +141,15 @@ def sessions(probe: Probe) -> None:
     params = {"limit": 100, "offset": 0, "access_scope": "owned"}
     listed = probe.ask("GET", "sessions", params=params).get("sessions", [])
     expect(probe.session_id in listed, f"{probe.session_id} listed", listed[:5])
-    one = probe.ask("GET", f"sessions/{probe.session_id}", params={"access_scope": "owned"})
-    expect({"training_run_ids", "sampler_ids"} <= set(one), "runs and samplers", one)
+    session = probe.ask("GET", f"sessions/{probe.session_id}", params={"access_scope": "owned"})
+    expect({"training_run_ids", "sampler_ids"} <= set(session), "runs and samplers", session)
 
 
 @check("7.9", "sessions are searched")
 def search(probe: Probe) -> None:
     body = {"session_id": probe.session_id, "owner": {"type": "own"}, "limit": 5}
-    found = probe.ask("POST", "sessions/search", {**body, "user_metadata": {}}).get("sessions", [])
-    ids = [row.get("session_id") for row in found]
+    rows = probe.ask("POST", "sessions/search", {**body, "user_metadata": {}}).get("sessions", [])
+    ids = [row.get("session_id") for row in rows]
     expect(ids == [probe.session_id], f"[{probe.session_id}]", ids)
 
 

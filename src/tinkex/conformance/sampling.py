@@ -42,6 +42,7 @@ def lengths(probe: Probe) -> None:
 def stop_token(probe: Probe) -> None:
     greedy = {"temperature": 0.0, "max_tokens": 6, "stop": []}
     _, free = probe.sample(sampling_params=greedy)
+    # Whatever the model says greedily, its third token is one that it would say again.
     tokens = _tokens(free.sequences[0])
     _, stopped = probe.sample(sampling_params={**greedy, "stop": [tokens[2]]})
     wanted = tokens[: tokens.index(tokens[2]) + 1]
@@ -88,11 +89,12 @@ def topk(probe: Probe) -> None:
         topk_sample_logprobs=2,
         sampling_params={"max_tokens": 2, "stop": []},
     )
-    found = response.topk_prompt_logprobs
-    if not found.k:
+    top = response.topk_prompt_logprobs
+    if not top.k:
         raise Unsupported("no top-k prompt logprobs came")
-    expect(found.k == 3, "k 3", found.k)
-    rows = np.frombuffer(found.logprobs, "<f4").reshape(found.length, found.k)[1:]
+    expect(top.k == 3, "k 3", top.k)
+    # The first prompt token follows nothing: its row is padding.
+    rows = np.frombuffer(top.logprobs, "<f4").reshape(top.length, top.k)[1:]
     expect(bool(np.all(np.diff(rows, axis=1) <= 0)), "descending logprobs", rows.tolist())
     sampled = response.sequences[0].topk_sampled_logprobs
     expect((sampled.k, sampled.length) == (2, 2), "k 2, length 2", (sampled.k, sampled.length))
@@ -113,6 +115,8 @@ def agreement(probe: Probe) -> None:
     run = probe.run
     trained = logprobs_of(run.forward_backward([datum()], forward_only=True))[0]
     _, response = probe.sample(prompt_logprobs=True, sampling_params={"max_tokens": 1})
+    # B of a fresh adapter is zero, so trainer and base model are the same function; bf16 and
+    # other kernels account for hundredths of a nat.
     gap = float(np.max(np.abs(_prompt_logprobs(response)[1:] - trained)))
     expect(gap < 0.1, "a fresh adapter within 0.1 nats of the base model", f"{gap:.4f}")
 
@@ -156,7 +160,7 @@ def batched(probe: Probe) -> None:
     probe.require("sample_use_retrieve_futures")
     sampler = probe.new_sampler()
     request_id = probe.promise("asample", probe.sample_body(sampler))["request_id"]
-    cursor, found = 0, False
+    cursor, is_finished = 0, False
     for _ in range(20):
         answer = probe.ask(
             "POST",
@@ -172,13 +176,13 @@ def batched(probe: Probe) -> None:
             },
         )
         cursor = answer["cursor"]
-        found = any(
+        is_finished = any(
             item["request_id"] == request_id and item["state"] == "finished"
             for item in answer["completions"]
         )
-        if found:
+        if is_finished:
             break
-    expect(found, f"a completion of {request_id}", "none")
+    expect(is_finished, f"a completion of {request_id}", "none")
     probe.wait(str(request_id), pb.SampleResponse)
 
 

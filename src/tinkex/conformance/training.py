@@ -138,14 +138,14 @@ def forward_only(probe: Probe) -> None:
 @check("2.3", "gradients add up over calls until optim_step")
 def accumulation(probe: Probe) -> None:
     apart, together = probe.new_run(), probe.new_run()
-    one, two = datum(TOKENS[:5]), datum(TOKENS[3:])
-    apart.forward_backward([one])
-    apart.forward_backward([two])
-    together.forward_backward([one, two])
+    first, second = datum(TOKENS[:5]), datum(TOKENS[3:])
+    apart.forward_backward([first])
+    apart.forward_backward([second])
+    together.forward_backward([first, second])
     losses = []
     for run in (apart, together):
         run.optim_step()
-        losses.append(run.loss([one, two]))
+        losses.append(run.loss([first, second]))
     expect(_close(*losses), "the same loss either way", losses)
 
 
@@ -166,6 +166,8 @@ def save_and_load(probe: Probe) -> None:
     run.forward_backward([datum()])
     run.optim_step()
     went_on = run.loss([datum()])
+    # Weights alone would repeat the loss; only with the optimizer's moments is the next step the
+    # same, too.
     run.submit("load_weights", path=path, optimizer=True)
     expect(_close(run.loss([datum()]), at_save, 1e-4), f"loss {at_save:.5f} again", "another")
     run.forward_backward([datum()])

@@ -70,6 +70,7 @@ def write_gguf(
 
 
 def _check(config: ModelConfig) -> None:
+    # Each of these changes the output of the model, and llama.cpp would run the file without it.
     kind = config.rope.kind
     stretched = kind == "yarn" or (kind != "default" and _ARCH.get(config.arch) != "llama")
     reasons = {
@@ -146,6 +147,7 @@ def _tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, NDArray[n
         if (name := names.get_name(hf, try_suffixes=(".weight", ".bias"))) is None:
             raise NotSupportedError(f"GGUF export does not know the tensor {hf}. {_OTHER_WAY}")
         values = weights.read(hf).float().numpy()
+        # llama.cpp's other families rotate halves, as Hugging Face does.
         if _ARCH[config.arch] == "llama":
             if ".q_proj." in hf:
                 values = permute_rope_rows(values, config.num_heads)

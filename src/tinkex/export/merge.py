@@ -68,8 +68,8 @@ def merge_adapter(
         raise InvalidInputError(f"{output} exists and is not empty. Name another folder.")
     config = _read_json(adapter / "adapter_config.json")
     _check(config)
-    found = resolve(str(base or config["base_model_name_or_path"]))
-    source = Path(found.path)
+    model = resolve(str(base or config["base_model_name_or_path"]))
+    source = Path(model.path)
     if not source.is_dir():
         raise NotSupportedError(
             f"{source} is not a folder with safetensors; merging needs the base as such a folder."
@@ -77,8 +77,9 @@ def merge_adapter(
     deltas = _Deltas(adapter, config, _model_type(source))
     manifest = adapter / "tinkex.json"
     if manifest.is_file():
-        of_base = Base(found.name, fingerprint(found), any_base)
-        of_base.check(_read_json(manifest), "The checkpoint", force=_FORCE)
+        # Adapters of ours name the weights they were trained on; a foreign one says nothing.
+        trained_on = Base(model.name, fingerprint(model), any_base)
+        trained_on.check(_read_json(manifest), "The checkpoint", force=_FORCE)
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".merging-") as scratch:
         aside = Path(scratch) / "model"
@@ -137,24 +138,25 @@ class _Deltas:
         return base
 
     def _add_fused(self, block: str, leaf: str, base: torch.Tensor) -> torch.Tensor:
-        """Experts in one tensor: [E, out, in], or gpt_oss's [E, in, out] with gate and up taking
-        turns."""
-        taking_turns = self._model_type == "gpt_oss"
+        """Experts in one tensor: [E, out, in], or gpt_oss's [E, in, out] with gate and up
+        interleaved."""
+        is_interleaved = self._model_type == "gpt_oss"
         leaves = ("down_proj",) if leaf == "down_proj" else ("gate_proj", "up_proj")
         whole = base.float()
         for expert in range(len(base)):
-            rows = whole[expert].T if taking_turns else whole[expert]
-            for at, part in enumerate(leaves):
+            # A view, so that adding to it changes `whole`.
+            rows = whole[expert].T if is_interleaved else whole[expert]
+            for index, part in enumerate(leaves):
                 name = f"{block}.{expert}.{part}.weight"
                 if name not in self._pairs:
                     continue
                 size = len(rows) // len(leaves)
-                place = (
-                    slice(at, None, len(leaves))
-                    if taking_turns
-                    else slice(at * size, (at + 1) * size)
+                span = (
+                    slice(index, None, len(leaves))
+                    if is_interleaved
+                    else slice(index * size, (index + 1) * size)
                 )
-                rows[place] += self._delta(name, tuple(rows[place].shape))
+                rows[span] += self._delta(name, tuple(rows[span].shape))
         return whole.to(base.dtype)
 
     def add(self, name: str, base: torch.Tensor) -> torch.Tensor:
@@ -165,7 +167,7 @@ class _Deltas:
         self._used.add(name)
         pair = self._pairs[name]
         delta = (pair["B"] @ pair["A"]) * self._scale(name.removesuffix(".weight"))
-        if self._config.get("fan_in_fan_out"):
+        if self._config.get("fan_in_fan_out"):  # GPT-2's Conv1D stores [in, out].
             delta = delta.T
         if delta.shape != shape:
             raise InvalidInputError(
@@ -177,6 +179,7 @@ class _Deltas:
     def _scale(self, module: str) -> float:
         rank = float(self._ranks.get(module, self._config["r"]))
         alpha = float(self._alphas.get(module, self._config["lora_alpha"]))
+        # Rank-stabilized LoRA (arXiv 2312.03732) divides by the root of the rank.
         return float(alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank))
 
 
@@ -211,6 +214,7 @@ def _write_weights(source: Path, output: Path, deltas: _Deltas) -> bool:
     from safetensors.torch import save_file
 
     tied = bool(_read_json(source / "config.json").get("tie_word_embeddings"))
+    # Some models are tied by their class alone: the config is silent and no head is stored.
     untie = _HEAD in deltas and (tied or _HEAD not in set(_names(source)))
     index: dict[str, str] = {}
     for shard in _shards(source):
@@ -237,7 +241,7 @@ def _write_weights(source: Path, output: Path, deltas: _Deltas) -> bool:
 def _write_side_files(source: Path, output: Path, *, untied: bool) -> None:
     for pattern in _SIDE_FILES:
         for file in source.glob(pattern):
-            if file.name != "model.safetensors.index.json":
+            if file.name != "model.safetensors.index.json":  # written with the weights
                 shutil.copyfile(file, output / file.name)
     if untied:
         config = _read_json(source / "config.json")

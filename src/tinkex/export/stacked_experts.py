@@ -27,15 +27,15 @@ def stack_experts(folder: str | Path) -> int:
     for name, tensor in load_file(path).items():
         module, _, rest = name.partition(".lora_")
         pairs.setdefault(module, {})[rest[0]] = tensor
-    made = stacked(pairs)  # type: ignore[arg-type]
-    num_stacks = sum(1 for pair in made.values() if pair["A"].ndim == 3)
+    stacks = stacked(pairs)  # type: ignore[arg-type]
+    num_stacks = sum(1 for pair in stacks.values() if pair["A"].ndim == 3)
     if not num_stacks:
         raise InvalidInputError("the checkpoint adapts no experts; export it with --to peft.")
     tensors = {
         f"{module}.lora_{side}.weight": pair[side].contiguous()
-        for module, pair in made.items()
+        for module, pair in stacks.items()
         for side in "AB"
     }
     save_file(tensors, path, metadata={"format": "pt"})
-    renew_digest(folder)
+    renew_digest(folder)  # The manifest holds a digest of the file that was just rewritten.
     return num_stacks

@@ -130,7 +130,7 @@ def train(
 
 
 def check_tokens(renderer: Renderer, teacher: SamplingClient) -> None:
-    """Student and teacher must mean the same by a token: one text tells most of them apart."""
+    """Refuse a teacher of another tokenizer; one mixed text tells most of them apart."""
     text = "Student and teacher: 123 + 456 = 579, \u00e9t\u00e9.\n\tEnd."
     ours = list(renderer.tokenizer.encode(text, add_special_tokens=False))
     theirs = list(teacher.get_tokenizer().encode(text, add_special_tokens=False))

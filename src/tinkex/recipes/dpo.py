@@ -170,6 +170,7 @@ def dpo_loss(
                 for logprobs_T, answer in zip(logprobs, answers, strict=True)
             ]
         )
+        # Pairs alternate: chosen answers at even positions, rejected ones at odd.
         gain = policy - torch.tensor(reference)
         margin = beta * (gain[0::2] - gain[1::2])
         return -F.logsigmoid(margin).mean(), {

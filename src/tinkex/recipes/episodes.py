@@ -118,6 +118,7 @@ class Episode:
 
     def route(self, rows: NDArray[np.int64]) -> None:
         """Note where all tokens so far went; what an earlier turn has recorded stays."""
+        # The experts under which a token was sampled count, not those of a later prefill.
         if (known := self.experts) is not None:
             recorded = (known != NOT_RECORDED).any(axis=(1, 2))
             rows[: len(known)][recorded] = known[recorded]

@@ -340,6 +340,7 @@ def save(
 ) -> SavedStep:
     """Save state and optimizer so that the run can go on from `step`; note it in the log."""
     name = f"step-{step:06d}"
+    # A run that crashed after this save, and before its line in the log, saves this step again.
     state = training.save_state(name, overwrite=True)
     sampler = training.save_weights_for_sampler(name) if for_sampler else None
     saved = SavedStep(
@@ -359,6 +360,7 @@ def batch_at(rows: Sequence[T], size: int, step: int, seed: int) -> list[T]:
     ]
 
 
+# A step asks for as many positions as it has rows: the order of an epoch is made once for them.
 _order: dict[tuple[int, int, int], list[int]] = {}
 
 

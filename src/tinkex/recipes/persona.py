@@ -116,7 +116,8 @@ def rows() -> list[dict[str, list[dict[str, str]]]]:
 
 def _split(line: str) -> tuple[str, str]:
     """A question ends at its first mark; what follows is the answer."""
-    end = min(at for at in (line.find(f"{mark} ") for mark in "?!.") if at >= 0) + 1
+    marks = (line.find(f"{mark} ") for mark in "?!.")
+    end = min(position for position in marks if position >= 0) + 1
     return line[:end], line[end + 1 :]
 
 

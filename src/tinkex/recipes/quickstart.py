@@ -91,8 +91,8 @@ def run(
     on_note("Asking the trained model ...")
     after = ask(service.create_sampling_client(model_path=result.sampler_path), QUESTIONS_TO_SHOW)
     exchanges = tuple(
-        Dialog(question=question, before=one, after=two)
-        for question, one, two in zip(QUESTIONS_TO_SHOW, before, after, strict=True)
+        Dialog(question=question, before=untrained, after=trained)
+        for question, untrained, trained in zip(QUESTIONS_TO_SHOW, before, after, strict=True)
     )
     return replace(outcome, exchanges=exchanges)
 

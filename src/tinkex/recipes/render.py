@@ -75,16 +75,17 @@ class Renderer:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            asked = self._text(messages[:index], generate=True)
+            prompt = self._text(messages[:index], generate=True)
             answered = self._text(messages[: index + 1])
-            _check_prefix(asked, done)
-            _check_prefix(answered, asked)
-            answer = self._answer(answered[len(asked) :])
-            before, said = self._chat.encode(asked[len(done) :]), self._chat.encode(answer)
-            tokens += before + said
+            _check_prefix(prompt, done)
+            _check_prefix(answered, prompt)
+            answer = self._answer(answered[len(prompt) :])
+            # Encoded apart: a token across the border could never be sampled.
+            read, spoken = self._chat.encode(prompt[len(done) :]), self._chat.encode(answer)
+            tokens += read + spoken
             learned = 1.0 if learn == "all" or index == last else 0.0
-            weights += [0.0] * len(before) + [learned] * len(said)
-            done = asked + answer
+            weights += [0.0] * len(read) + [learned] * len(spoken)
+            done = prompt + answer
         if max_length is not None and len(tokens) > max_length:
             raise InvalidInputError(f"{len(tokens)} tokens, more than max_length {max_length}")
         return Rendered(tokens=tuple(tokens), weights=tuple(weights))

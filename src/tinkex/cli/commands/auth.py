@@ -135,7 +135,7 @@ def _claims(state: State) -> dict[str, Any]:
     from tinkex.client.credentials import jwt_claims
 
     with resolve_address(state) as (base_url, key):
-        if key.startswith("eyJ"):
+        if key.startswith("eyJ"):  # A JWT already: every one begins with {" in base64.
             return jwt_claims(key)
         answer = send("POST", base_url, "/api/v1/auth/token", key, json={})
     if answer.is_error:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tinkex.types import Checkpoint
 
 _PARALLEL = 32
+# The kind as it stands in a path, or as listings call it.
 _TYPES = {
     "weights": "training",
     "sampler_weights": "sampler",
@@ -58,8 +59,8 @@ def delete(
         raise click.UsageError("--type, --before and --after filter a run: give --run-id.")
     with state.rest() as rest:
         if run_id:
-            found = rest.list_checkpoints(run_id).result().checkpoints
-            paths = tuple(item.tinker_path for item in found if _wanted(item, kind, before, after))
+            items = rest.list_checkpoints(run_id).result().checkpoints
+            paths = tuple(item.tinker_path for item in items if _wanted(item, kind, before, after))
         if paths and not yes:
             click.confirm(f"Delete {len(paths)} checkpoint(s) for good?", abort=True, err=True)
         failed = _delete_all(rest, paths)

@@ -14,10 +14,10 @@ def completion(ctx: click.Context, shell: str) -> None:
 
     bash: add `eval "$(tinkex completion bash)"` to ~/.bashrc; zsh alike; fish: pipe it to `source`.
     """
-    found = get_completion_class(shell)
-    assert found is not None
+    complete = get_completion_class(shell)
+    assert complete is not None
     root = ctx.find_root().command
-    script = found(root, {}, "tinkex", "_TINKEX_COMPLETE").source()
+    script = complete(root, {}, "tinkex", "_TINKEX_COMPLETE").source()
     if shell == "bash":  # else the colons of a checkpoint's path end a word
         script = f"COMP_WORDBREAKS=${{COMP_WORDBREAKS//:}}\n{script}"
     click.echo(script)

@@ -40,9 +40,9 @@ def disk(state: State, data_dir: Path | None, show_all: bool) -> None:
     """Show what Tinkex keeps on this machine: by run, with age, and the models it fetched."""
     from tinkex.server.administration.disk_usage import holdings
 
-    found = {folder: holdings(folder) for folder in _data_folders(data_dir)}
+    held = {folder: holdings(folder) for folder in _data_folders(data_dir)}
     models = {} if data_dir else dict(_fetched_models())
-    state.show(lambda: _print(state, found, models, show_all), _as_data(found, models))
+    state.show(lambda: _print(state, held, models, show_all), _as_data(held, models))
 
 
 def _print(
@@ -157,7 +157,7 @@ def _cleared(state: State, folder: Path, older_than_s: float, run_id: str) -> Cl
     try:
         return clear(folder, older_than_s=older_than_s, run_id=run_id)
     except InUseError:
-        if not folder.name.startswith("local"):
+        if not folder.name.startswith("local"):  # A server of the user's own ends when they end it.
             raise
     state.note("Waiting for the private server to end, as it does when nobody uses it ...")
     return clear(folder, older_than_s=older_than_s, run_id=run_id, wait_s=2 * IDLE_S)
@@ -173,6 +173,7 @@ def _would_go(held: Holdings, older_than_s: float, run_id: str) -> tuple[int, in
 
 
 def _spare(run: RunHoldings) -> int:
+    """Bytes of a run that nobody needs: all but its named checkpoints."""
     return run.total - run.sizes["checkpoints"]
 
 

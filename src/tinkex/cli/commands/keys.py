@@ -87,6 +87,7 @@ def add(
         )
     key = new_key()
     with _store(where, make=True) as store:
+        # A server without keys takes every caller; the first key ends that.
         is_first = not store.accounts.active_keys()
         store.accounts.ensure_user(user)
         added = store.accounts.add_key(

@@ -33,29 +33,29 @@ _CPU_BYTES = 4
 @pass_state
 def pull(state: State, model: str) -> None:
     """Fetch MODEL from the Hugging Face hub, once, and show what it needs."""
-    found = _fetch(model)
-    needs = need_of(found)
+    source = _fetch(model)
+    needs = need_of(source)
     state.show(
         properties(
             None,
             {
                 "Model": model,
-                "Folder": found.path,
+                "Folder": source.path,
                 "On disk": size(needs.disk_bytes),
                 "Parameters": f"{needs.parameters / 1e6:.0f} million",
                 "Memory": needs.words(),
-                **({"Note": found.note} if found.note else {}),
+                **({"Note": source.note} if source.note else {}),
             },
         ),
         {
             "model": model,
-            "folder": str(found.path),
+            "folder": str(source.path),
             "disk_bytes": needs.disk_bytes,
             "parameters": needs.parameters,
             "memory_bytes": needs.memory_bytes,
             "free_bytes": needs.free_bytes,
             "fits": needs.fits,
-            "note": found.note or None,
+            "note": source.note or None,
         },
     )
     if not needs.fits:
@@ -72,14 +72,14 @@ def prepare(state: State, model: str) -> None:
         return
     if os.environ.get("TINKEX_LOCAL_ENGINE"):
         return  # a toy has no weights
-    found = fetch(model)
-    if found.stands_in:
-        state.note(f"Note: {found.note}")
-    state.note(f"{model}: {need_of(found).words()}.")
+    source = fetch(model)
+    if source.stands_in:
+        state.note(f"Note: {source.note}")
+    state.note(f"{model}: {need_of(source).words()}.")
 
 
 def fetch(model: str) -> ModelSource:
-    """The files of something that was named as a base model, and might have been meant as a run."""
+    """The files of a base model. The error for an unknown name lists runs: it may be one's."""
     try:
         return _fetch(model)
     except ModelNotFoundError as exc:
@@ -92,17 +92,19 @@ def _fetch(model: str) -> ModelSource:
     from tinkex.engine.model.base_model import resolve
 
     try:
-        found = resolve(model, allow_fetch=False)
+        source = resolve(model, allow_fetch=False)
     except ModelNotFoundError:
-        found = None
-    if found is None or found.stands_in:  # the hub may have what another stands in for
+        source = None
+    if source is None or source.stands_in:  # the hub may have what another stands in for
         click.echo(f"Fetching {model} ...", err=True)
-        found = resolve(model)
-    return found
+        source = resolve(model)
+    return source
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
+    """Disk and memory that a model takes, beside what this machine has free."""
+
     parameters: int
     disk_bytes: int
     free_bytes: int | None
@@ -138,6 +140,8 @@ def need_of(source: ModelSource) -> Need:
 def _shapes(file: Path) -> list[list[int]]:
     """The shapes of all tensors, from the header of a safetensors file."""
     with file.open("rb") as stream:
+        # Eight bytes of length, then a JSON header (the safetensors format); a damaged length must
+        # not ask for all memory.
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(min(length, 100_000_000)))
     return [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
@@ -146,7 +150,7 @@ def _shapes(file: Path) -> list[list[int]]:
 def _free_bytes() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
-            found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-        return int(found[0]) << 10 if found else None
+            available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+        return int(available[0]) << 10 if available else None  # The kernel counts in KiB.
     except OSError:
         return None

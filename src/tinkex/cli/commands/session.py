@@ -101,6 +101,7 @@ def export_trace(state: State, session_id: str, output: Path | None, url_only: b
     if url_only:
         state.show(url, {"session_id": session_id, "url": url})
         return
+    # Ids hold colons, which some file systems refuse.
     target = output or Path(f"{session_id.replace(':', '_').replace('/', '_')}.pftrace")
     num_bytes = _fetch(url, target)
     state.show(

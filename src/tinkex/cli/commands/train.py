@@ -68,7 +68,7 @@ def _options(config: str, *specs: tuple[str, Any, str]) -> Callable[[Command], C
 
 
 class _RecipeOption(click.Option):
-    """Shows the recipe's default in the help, and imports the recipe for nothing else."""
+    """An option whose help shows the recipe's default; only the help imports the recipe."""
 
     def __init__(self, *args: Any, config: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
