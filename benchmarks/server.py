@@ -110,9 +110,9 @@ def measure_compute() -> float:
 
     from tinkex.contract.optimizers import AdamParams
     from tinkex.engine import jobs
-    from tinkex.engine.toy.engine import ToyEngine
+    from tinkex.engine.toy.engine import toy_engine
 
-    engine, results = ToyEngine(), queue.SimpleQueue()
+    engine, results = toy_engine(), queue.SimpleQueue()
 
     def run(job: jobs.Job) -> None:
         engine.submit(job, results.put)

@@ -25,9 +25,10 @@ from tinkex.engine.lora.adapter import Target, fresh_adapter
 from tinkex.engine.numerics.ops import CPU
 from tinkex.engine.optim.optimizer import OptimizerState, apply_step
 from tinkex.engine.sample.checks import check_sample_job
-from tinkex.engine.toy.engine import ToyConfig, ToyEngine
+from tinkex.engine.toy.config import ToyConfig
 from tinkex.engine.toy.losses import loss_and_slopes
 from tinkex.engine.toy.model import ToyAdapter
+from tinkex.engine.toy.sampler import ToySampler
 from tinkex.engine.train.data import Limits, loss_of, read_datum
 from tinkex.engine.train.tasks import check_job
 from tinkex.errors import InvalidInputError
@@ -199,12 +200,10 @@ def test_parameters_of_a_sample(given: dict[str, Any]):
 
 
 def test_the_toy_checks_a_sample_as_the_real_engine_does():
-    engine = ToyEngine(ToyConfig(vocab_size=50))
+    weights = ToyAdapter("toy", 50, LoraSpec(rank=1), "adamw")
+    sampler = ToySampler(ToyConfig(vocab_size=50))
     wrong = SampleJob(
         job_id="", base_model="toy", adapter_folder=None, prompt=np.array([1]), min_p=2.0
     )
-    try:
-        with pytest.raises(InvalidInputError, match="min_p: must be at least 0 and at most 1"):
-            engine._sample(wrong)
-    finally:
-        engine.close()
+    with pytest.raises(InvalidInputError, match="min_p: must be at least 0 and at most 1"):
+        sampler.add(wrong, weights, print)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 PAGE = Path(__file__).parents[2].joinpath("docs", "architecture.md").read_text()
-MOST_OUT, MOST_BACK = 25, 11
+MOST_OUT, MOST_BACK = 25, 10
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ import uvicorn
 import tinkex
 from tinkex import types
 from tinkex.client.background_loop import background
-from tinkex.engine.toy.engine import ToyEngine
+from tinkex.engine.toy.compute import ToyCompute
 from tinkex.server.app import create_app
 from tinkex.server.guard.connections import ConnectionLimits, guarded
 from tinkex.server.process.config import ServerConfig
@@ -97,7 +97,7 @@ OUT: dict[Function, Condition] = {
     ("server/work/flights.py", "Flights.send"): _is_job,
     ("server/workers/supervised_worker.py", "SupervisedWorker._flush_soon"): _always,
     ("asyncio/streams.py", "StreamWriter.writelines"): _always,
-    ("engine/toy/engine.py", "ToyEngine.submit"): _is_job,
+    ("engine/loop/loop.py", "Loop.submit"): _is_job,
 }
 # Where the request was left just before, and whoever takes it is woken: no call that carries it.
 BELLS = {
@@ -260,9 +260,9 @@ def measure(folder: Path) -> Recorder:
     training = service.create_lora_training_client("toy", rank=4)
     training.forward([_datum()], "cross_entropy").result(WAIT_S)  # connections are open from here
 
-    train = ToyEngine._train
+    train = ToyCompute._train
 
-    def train_then_wait(self: ToyEngine, job: Any) -> Any:
+    def train_then_wait(self: ToyCompute, job: Any) -> Any:
         result = train(self, job)
         promises = apps[0].state.dependencies.service.promises
         held = promises.get(job.job_id.partition("#")[0])
@@ -270,7 +270,7 @@ def measure(folder: Path) -> Recorder:
         record.begin("back", BACK)
         return result
 
-    ToyEngine._train = train_then_wait  # type: ignore[method-assign]
+    ToyCompute._train = train_then_wait  # type: ignore[method-assign]
     with record.in_this_thread():
         record.begin("out", OUT)
         future = training.forward_backward([_datum()], "cross_entropy")

@@ -297,7 +297,7 @@ def test_memory_is_told_by_kind_and_given_back(start, tmp_path):
             client.save(tmp_path / f"{name}-{index}", name, for_sampling=True).wait()
         client.sample(tmp_path / f"{name}-0", max_tokens=2).wait()
         if number == 0:
-            one_run = tensor_bytes(client.engine._bases.loaded[client.base].trainer.adapters)
+            one_run = tensor_bytes(client.engine.compute.bases.loaded[client.base].trainer.adapters)
     until(lambda: held("adapters") == NUM_RUNS * one_run)
     peak = dict(client.engine.heartbeat._held)
     assert peak["base"] > 0
@@ -374,7 +374,7 @@ def test_unnamed_weights_for_sampling_do_not_wait_for_a_checkpoint_being_written
     assert named.job.job_id not in client.ended
     gate.set()
     assert named.result.size_bytes > 0
-    client.engine._snapshots.clear()
+    client.engine.compute.snapshots.clear()
     again = client.sample(tmp_path / "s", seed=3).result.sequences[0]  # from the folder
     assert again.tokens.tolist() == sample.tokens.tolist()
 
@@ -416,7 +416,7 @@ def test_describe_loads_no_weights(start, base):
     info = client.put(jobs.DescribeModelJob, base_model=base).result
     assert (info.arch, info.vocab_size, info.max_context_length) == ("llama", VOCAB, 256)
     assert info.eos_token_ids == (1,)
-    assert not client.engine._bases.loaded
+    assert not client.engine.compute.bases.loaded
 
 
 BAD = {

@@ -22,7 +22,7 @@ from tinkex.engine.sample.config import SamplerConfig
 from tinkex.engine.torch.config import EngineConfig
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.toy.config import ToyConfig
-from tinkex.engine.toy.engine import ToyEngine
+from tinkex.engine.toy.engine import toy_engine
 
 VOCAB = 97
 ENDS = (jobs.Done, jobs.Failed)
@@ -54,6 +54,9 @@ class Ticket:
         assert self._ended.wait(200), f"{self.job} did not end"
         assert sum(isinstance(event, ENDS) for event in self.events) == 1
         return self.events[-1]
+
+    def ends_within(self, seconds: float) -> bool:
+        return self._ended.wait(seconds)
 
     @property
     def result(self) -> Any:
@@ -125,16 +128,16 @@ class World:
             gate.set()
 
 
-def torch_engine(**config: Any) -> TorchEngine:
+def start_torch(**config: Any) -> jobs.Engine:
     sampler = SamplerConfig(max_running=2)
     return TorchEngine(EngineConfig(device="cpu", sampler=sampler, **config))
 
 
-def toy_engine(**config: Any) -> ToyEngine:
-    return ToyEngine(ToyConfig(vocab_size=VOCAB, max_context_length=256, **config))
+def start_toy(**config: Any) -> jobs.Engine:
+    return toy_engine(ToyConfig(vocab_size=VOCAB, max_context_length=256, **config))
 
 
-@pytest.fixture(params=[torch_engine, toy_engine], ids=["torch", "toy"])
+@pytest.fixture(params=[start_torch, start_toy], ids=["torch", "toy"])
 def start(request, base) -> Iterator[Callable[..., World]]:
     worlds: list[World] = []
 
@@ -299,6 +302,39 @@ def test_a_save_that_fails_is_told(start, tmp_path):
     assert loss(world.train("a")) > 0
 
 
+def test_unnamed_weights_do_not_wait_for_a_checkpoint_that_is_being_written(
+    start, tmp_path, monkeypatch
+):
+    gate, mkdtemp = threading.Event(), folders.tempfile.mkdtemp
+
+    def wait_for_named(*args: Any, **kwargs: Any) -> Any:
+        assert "named" not in kwargs["prefix"] or gate.wait(200)
+        return mkdtemp(*args, **kwargs)
+
+    monkeypatch.setattr(folders.tempfile, "mkdtemp", wait_for_named)
+    world = start()
+    world.create("a").end()
+    named = world.save("a", tmp_path / "named", with_optimizer=True)
+    quick = world.save("a", tmp_path / "quick", for_sampling=True, ephemeral=True)
+    assert quick.result.size_bytes > 0
+    assert world.sample(tmp_path / "quick").result.num_sampled_tokens == 6
+    assert not named.events
+    gate.set()
+    assert named.result.size_bytes > 0
+
+
+def test_a_second_save_is_copied_when_the_first_is_written(start, tmp_path, slow_disk):
+    """Saves that come faster than the disk must not fill the memory with copies."""
+    world = start()
+    world.create("a").end()
+    saves = [world.save("a", tmp_path / name) for name in ("first", "second")]
+    behind = world.train("a")
+    assert not behind.ends_within(0.3)
+    slow_disk.set()
+    assert loss(behind) > 0
+    assert all(save.result.size_bytes > 0 for save in saves)
+
+
 def test_weights_saved_for_sampling_are_sampled_from_while_training_goes_on(start, tmp_path):
     world = start(deterministic=True)
     world.create("a").end()
@@ -313,6 +349,25 @@ def test_weights_saved_for_sampling_are_sampled_from_while_training_goes_on(star
     again = world.sample(tmp_path / "s").result.sequences[0]
     assert first.tokens.tolist() == again.tokens.tolist()
     assert first.logprobs.tolist() == again.logprobs.tolist()
+
+
+# --------------------------------------------------------------------------------------- samples
+
+
+def test_tokens_are_streamed_before_the_result_and_are_the_result(start):
+    ticket = start().sample(num_samples=2, stream=True)
+    sequences = ticket.result.sequences
+    for index, sequence in enumerate(sequences):
+        told = [e for e in ticket.events if isinstance(e, jobs.Tokens) and e.sample_index == index]
+        assert np.concatenate([event.tokens for event in told]).tolist() == sequence.tokens.tolist()
+
+
+def test_a_model_is_described_and_loaded_before_anybody_waits_for_it(start):
+    world = start()
+    described = world.put(jobs.DescribeModelJob, base_model=world.base)
+    loaded = world.put(jobs.LoadModelJob, base_model=world.base)
+    assert described.result.vocab_size == VOCAB
+    assert isinstance(loaded.result, jobs.AdapterResult)
 
 
 # --------------------------------------------------------------------------------------- fairness

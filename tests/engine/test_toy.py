@@ -17,7 +17,7 @@ from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
 from tinkex.engine.toy.cache import PrefixCache
 from tinkex.engine.toy.config import ToyConfig
-from tinkex.engine.toy.engine import ToyEngine
+from tinkex.engine.toy.engine import toy_engine
 
 BASE = "toy/base"
 
@@ -25,7 +25,7 @@ BASE = "toy/base"
 class Client:
     """Submits a job and waits for its end, keeping all events."""
 
-    def __init__(self, engine: ToyEngine) -> None:
+    def __init__(self, engine: jobs.Engine) -> None:
         self.engine = engine
         self.count = 0
 
@@ -63,7 +63,7 @@ class Client:
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    engine = ToyEngine()
+    engine = toy_engine()
     yield Client(engine)
     engine.close()
 
@@ -199,7 +199,7 @@ def test_prompt_scores_have_their_shapes_and_agree(client):
 
 
 def test_more_alternatives_than_tokens_and_alternatives_to_no_token_have_their_shapes():
-    engine = ToyEngine(ToyConfig(vocab_size=7))
+    engine = toy_engine(ToyConfig(vocab_size=7))
     asked = {"topk_prompt_logprobs": 9, "topk_sample_logprobs": 9, "prompt_logprobs": True}
     try:
         for num_tokens in (0, 2):
@@ -237,12 +237,12 @@ def test_prompts_seen_long_ago_are_forgotten():
 
 
 def test_a_forgotten_snapshot_is_read_again(tmp_path):
-    client = Client(ToyEngine(ToyConfig(num_snapshots=1)))
+    client = Client(toy_engine(ToyConfig(num_snapshots=1)))
     folders = [str(tmp_path / name) for name in "ab"]
     client.create()
     for folder in folders:
         client.run(jobs.SaveAdapterJob, adapter_id="a", folder=folder, for_sampling=True)
-    assert len(client.engine._snapshots) == 1
+    assert len(client.engine.compute.snapshots) == 1
     tokens = [client.sample([1], adapter_folder=f, max_tokens=4, seed=1) for f in folders * 2]
     assert len({tuple(result.sequences[0].tokens) for result in tokens}) == 1
     client.engine.close()
@@ -302,7 +302,7 @@ def test_a_traced_loss_trains_like_the_loss_it_spells(client):
 
 
 def test_cancel_ends_a_slow_stream_at_once():
-    engine = ToyEngine(ToyConfig(token_latency_s=0.05))
+    engine = toy_engine(ToyConfig(token_latency_s=0.05))
     job = jobs.SampleJob(
         job_id="s",
         base_model=BASE,
@@ -321,10 +321,54 @@ def test_cancel_ends_a_slow_stream_at_once():
     assert events[-1].category == "cancelled"
     assert 1 <= sum(isinstance(e, jobs.Tokens) for e in events) < 1000
     engine.close()
+    assert events[-1].category == "cancelled", "it says nothing more"
+
+
+def test_with_latency_jobs_of_an_adapter_wait_for_each_other_and_for_no_other():
+    engine, ended, all_ended = toy_engine(ToyConfig(latency_s=0.2)), [], threading.Event()
+
+    def emit(event: jobs.Event) -> None:
+        ended.append(event.job_id)
+        if len(ended) == 4:
+            all_ended.set()
+
+    began = time.monotonic()
+    for job_id, adapter_id in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")):
+        engine.submit(jobs.DropAdapterJob(job_id=job_id, adapter_id=adapter_id), emit)
+    assert all_ended.wait(60)
+    assert time.monotonic() - began >= 0.6
+    assert ended == ["a1", "b1", "a2", "a3"]
+    engine.close()
+
+
+def test_with_latency_passes_of_all_adapters_take_turns_on_the_device():
+    client = Client(toy_engine(ToyConfig(train_token_latency_s=0.05)))
+    ended = []
+    for name in ("a", "b"):
+        client.create(name)
+    began = time.monotonic()
+    for name in ("a", "b"):
+        job = jobs.TrainJob(
+            job_id=name, adapter_id=name, data=(train_datum([5, 6, 7]),), loss_fn="cross_entropy"
+        )
+        ended.append(client.start(job))
+    assert all(event.wait(60) for _, event in ended)
+    assert time.monotonic() - began >= 2 * 2 * 0.05
+    assert ended[0][0][-1].result.metrics["train_time_s:sum"] == pytest.approx(0.1)
+    client.engine.close()
+
+
+def test_with_latency_samples_wait_for_a_slot():
+    client = Client(toy_engine(ToyConfig(token_latency_s=0.05, max_running=1)))
+    began = time.monotonic()
+    result = client.sample([5], num_samples=2, max_tokens=3, stop_tokens=())
+    assert time.monotonic() - began >= 2 * 3 * 0.05
+    assert result.num_sampled_tokens == 6
+    client.engine.close()
 
 
 def test_close_ends_every_waiting_job():
-    engine = ToyEngine(ToyConfig(latency_s=600))
+    engine = toy_engine(ToyConfig(latency_s=600))
     events, ended = Client(engine).start(jobs.DescribeModelJob(job_id="d", base_model=BASE))
     engine.close()
     assert ended.wait(60)

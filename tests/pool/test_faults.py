@@ -19,9 +19,9 @@ from pools import TOY, EngineWorker, Run, always_split, opened, torch_member
 from wire_client import PROTO, loss_of, model_body, train_body
 
 from tinkex.engine.heartbeat import Activity
-from tinkex.engine.jobs import Failed, TrainJob
+from tinkex.engine.jobs import Engine, Failed, TrainJob
 from tinkex.engine.toy.config import ToyConfig
-from tinkex.engine.toy.engine import ToyEngine
+from tinkex.engine.toy.engine import toy_engine
 from tinkex.errors import EngineError
 from tinkex.server.workers.pool import Pool
 from tinkex.server.workers.watchdog import Budget, Watchdog
@@ -119,15 +119,19 @@ async def test_a_member_that_stops_is_replaced_and_no_request_fails(tmp_path: Pa
     assert run.losses == await calm(tmp_path / "calm", 4)
 
 
-class Full(ToyEngine):
+class Full:
     """An engine whose device has no room for a training pass."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.heartbeat = engine, engine.heartbeat
+        self.cancel, self.close = engine.cancel, engine.close
 
     def submit(self, job: Any, emit: Any) -> None:
         if isinstance(job, TrainJob):
             message = "the training pass failed: out of memory, 3 GB wanted and 1 GB free"
             emit(Failed(job_id=job.job_id, message=message, category="server"))
         else:
-            super().submit(job, emit)
+            self._engine.submit(job, emit)
 
 
 async def test_no_memory_on_one_member_fails_the_pass_in_words_and_the_pool_goes_on(
@@ -135,8 +139,8 @@ async def test_no_memory_on_one_member_fails_the_pass_in_words_and_the_pool_goes
 ) -> None:
     config = ToyConfig(train_token_latency_s=1e-7)
     members = [
-        EngineWorker(lambda: ToyEngine(config), "large"),
-        EngineWorker(lambda: Full(config), "small"),
+        EngineWorker(lambda: toy_engine(config), "large"),
+        EngineWorker(lambda: Full(toy_engine(config)), "small"),
     ]
     async with opened(members, tmp_path / "exchange") as pool:
         run = Run(pool, "toy")
@@ -158,7 +162,7 @@ def tight_pool(exchange: Path) -> Pool:
 
     def make_tight() -> TorchEngine:
         engine = TorchEngine(EngineConfig(device="cpu"))
-        find = engine._bases.find
+        find = engine.compute.bases.find
 
         def find_tight(*args: Any) -> Any:
             base = find(*args)
@@ -173,7 +177,7 @@ def tight_pool(exchange: Path) -> Pool:
             base.trainer.passes.run_pass = run_pass
             return base
 
-        engine._bases.find = find_tight  # type: ignore[method-assign]
+        engine.compute.bases.find = find_tight  # type: ignore[method-assign]
         return engine
 
     tight = EngineWorker(make_tight, "tight")

@@ -1,8 +1,9 @@
-"""What an engine says about a job: how it failed, that it was cancelled, and saying it safely."""
+"""Tell how a job ended: done, failed or cancelled. A receiver that fails harms nobody else."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Literal
 
 from tinkex.engine import jobs
@@ -19,6 +20,17 @@ def tell(emit: jobs.Emit, event: jobs.Event) -> None:
         log.exception("the receiver of an event of job %s failed", event.job_id)
 
 
+def attempt(job: jobs.Job, emit: jobs.Emit, action: Callable[[], jobs.Result | None]) -> None:
+    """Run something for a job and tell how it ended; None means that it goes on elsewhere."""
+    try:
+        result = action()
+    except Exception as exc:
+        tell(emit, failure(job.job_id, exc))
+    else:
+        if result is not None:
+            tell(emit, jobs.Done(job_id=job.job_id, result=result))
+
+
 def safely(emit: jobs.Emit) -> jobs.Emit:
     return lambda event: tell(emit, event)
 
@@ -28,7 +40,7 @@ def cancelled(job_id: str) -> jobs.Failed:
 
 
 def failure(job_id: str, exc: Exception) -> jobs.Failed:
-    """A user's mistake is told as it is; anything else is ours and logged."""
+    """The event of an error: a user's mistake as it is; anything else is ours, and logged."""
     category: Literal["user", "server"] = "server"
     message = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, TinkerError) and not isinstance(exc, EngineError):

@@ -23,7 +23,7 @@ def greeting(config: ServerConfig, base_url: str, *, needs_key: bool) -> str:
     """The lines a terminal shows once requests are answered."""
     key = "TINKER_API_KEY=tml-... " if needs_key else ""
     rows = [
-        ("model", ", ".join(config.models or (DEFAULT_MODEL,)) + _when_loaded(config)),
+        ("model", ", ".join(config.models or (DEFAULT_MODEL,)) + f" ({config.engine_kind.note})"),
         ("data", str(config.data_dir.resolve())),
         ("connect", f"{key}TINKER_BASE_URL={base_url} python your_script.py"),
         ("", f"{key}tinkex --base-url {base_url} chat"),
@@ -35,12 +35,6 @@ def greeting(config: ServerConfig, base_url: str, *, needs_key: bool) -> str:
     lines = [f"Tinkex {__version__} listens on {base_url}"]
     lines += [f"  {name:<10}{text}" for name, text in rows if text]
     return "\n".join(lines)
-
-
-def _when_loaded(config: ServerConfig) -> str:
-    if config.engine == "toy":
-        return " (toy engine: for tests, its answers mean nothing)"
-    return " (loaded when first used)"
 
 
 def _note(config: ServerConfig, base_url: str, needs_key: bool) -> str:

@@ -27,6 +27,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tinkex.engine.model.base_model import require
+from tinkex.engine.registry.engines import ENGINES
 from tinkex.errors import ConfigError, ModelNotFoundError
 from tinkex.server.app import create_app
 from tinkex.server.files.private import close_to_others, make_private
@@ -148,7 +149,7 @@ def run(config: ServerConfig, *, for_person: bool = False) -> None:
 
 def _check_models(config: ServerConfig) -> None:
     """A model that is nowhere is told now, not to whoever first uses it."""
-    names = config.models if config.engine == "torch" else ()
+    names = config.models if config.engine_kind.loads_models else ()
     for model in dict.fromkeys((*names, *(config.aliases.values() if names else ()))):
         is_path = model.startswith(("/", "./", "../", "~"))
         if is_path and not Path(model).expanduser().exists():
@@ -292,14 +293,19 @@ def make_pool(config: ServerConfig) -> Pool:
     return Pool(
         [make_worker(config, index, device, threads) for index, device in enumerate(devices)],
         exchange=config.data_dir / "exchange",
-        deterministic=config.deterministic or config.is_toy,
+        deterministic=config.deterministic or config.engine_kind.splits_exactly,
         meeting_timeout_s=_meeting_timeout_s(config),
     )
 
 
 def _meeting_timeout_s(config: ServerConfig) -> float:
-    """Toys and groups of devices do not meet: their gradients go through files."""
-    return 0.0 if config.is_toy or config.group_size > 1 else config.meeting_timeout_s
+    """The deadline of collectives between workers; 0 where gradients go through files.
+
+    A group of devices is one worker to the server and takes part in no other collective.
+    """
+    if not config.engine_kind.uses_devices or config.group_size > 1:
+        return 0.0
+    return config.meeting_timeout_s
 
 
 def _make_cluster_pool(config: ServerConfig) -> Pool:
@@ -418,7 +424,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
     default=None,
     help="Accepted work survives a power cut (default), or crashes only.",
 )
-@click.option("--engine", help="torch computes; toy, or toy:latency_s=0.1, is for tests.")
+@click.option("--engine", help="; ".join(kind.says for kind in ENGINES.values()) + ".")
 @click.option(
     "--any-base",
     is_flag=True,

@@ -18,9 +18,15 @@ class FairShare:
     _active: frozenset[str] = frozenset()
 
     def pick(self, ready: Iterable[str]) -> str:
-        """One of the kinds that have work now."""
+        """The kind that is next, of those that have work now."""
         now = frozenset(ready)
         assert now
+        if now != self._active:
+            self._level(now)
+        return min(sorted(now), key=self._used.__getitem__)
+
+    def _level(self, now: frozenset[str]) -> None:
+        """Let kinds that come back begin level with those that go on."""
         level = min((self._used[kind] for kind in self._active & now), default=0.0)
         # Nobody who was active goes on: level with the highest, or a returning kind could spend
         # what it did not use while it slept.
@@ -29,7 +35,6 @@ class FairShare:
         for kind in now - self._active:
             self._used[kind] = max(self._used.get(kind, 0.0), level)
         self._active = now
-        return min(sorted(now), key=lambda kind: self._used[kind])
 
     def charge(self, kind: str, seconds: float) -> None:
         self._used[kind] = self._used.get(kind, 0.0) + seconds / self.weights[kind]

@@ -33,6 +33,11 @@ class ToyConfig:
     num_snapshots: int = 256
     """Sampling snapshots kept in memory; others are read again from their folder."""
 
+    @property
+    def takes_time(self) -> bool:
+        """Whether anything has an artificial latency."""
+        return max(self.latency_s, self.token_latency_s, self.train_token_latency_s) > 0
+
     @classmethod
     def read(cls, engine: str, **given: Any) -> ToyConfig:
         """The settings in `toy:latency_s=0.1,token_latency_s=0.2`, beside those `given`.

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.toy.config import ToyConfig
+from tinkex.engine.registry.engines import EngineKind, engine_kind
 from tinkex.errors import ConfigError
 from tinkex.wire.local_servers import state_folder
 
 ENV_PREFIX = "TINKEX_"
-ENGINES = ("torch", "toy")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 MAX_WORKERS = 256
 MAX_GROUP = 16
@@ -190,8 +189,8 @@ class ServerConfig:
     """A worker without progress for this long, plus 0.02 s per token, is started again."""
 
     @property
-    def is_toy(self) -> bool:
-        return self.engine.startswith("toy")
+    def engine_kind(self) -> EngineKind:
+        return engine_kind(self.engine)
 
     @property
     def worker_devices(self) -> list[str]:
@@ -210,14 +209,11 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "data_dir", Path(self.data_dir).expanduser())
-        if self.engine.partition(":")[0] not in ENGINES or self.engine.startswith("torch:"):
-            raise ConfigError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}.")
-        if self.is_toy:
-            ToyConfig.read(self.engine)
+        kind = self.engine_kind  # refuses an engine or settings that there are not
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}.")
         self._check_amounts()
-        self._check_names()
+        self._check_names(kind)
         if bool(self.tls_cert) != bool(self.tls_key):
             given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
             raise ConfigError(f"{given} is set and {missing} is not; HTTPS needs both.")
@@ -243,7 +239,7 @@ class ServerConfig:
             if value < 0 or (value == 0 and not may_be_zero):
                 raise ConfigError(f"{spec.name} must be positive, got {value}.")
 
-    def _check_names(self) -> None:
+    def _check_names(self, kind: EngineKind) -> None:
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigError(
                 f"log_level must be debug, info, warning or error, got {self.log_level!r}."
@@ -254,7 +250,7 @@ class ServerConfig:
             raise ConfigError("devices is empty; use ('auto',) for one worker.")
         named = tuple(device.strip() for entry in self.devices for device in entry.split(","))
         object.__setattr__(self, "devices", named)
-        for device in named if self.engine == "torch" else ():
+        for device in named if kind.uses_devices else ():
             if not _DEVICE.fullmatch(device):
                 raise ConfigError(
                     f"device {device!r} cannot be used: only CUDA cards and CPUs are supported. "
@@ -267,7 +263,7 @@ class ServerConfig:
                 f"devices is {', '.join(named)}, and ray chooses devices by itself. Leave devices "
                 "out, or give cpu."
             )
-        self._check_groups()
+        self._check_groups(kind)
         num_named = len(named) // self.group_size
         if self.num_workers not in (0, num_named) and not self._shares_device:
             each = "one device" if self.group_size == 1 else f"{self.group_size} devices"
@@ -288,16 +284,16 @@ class ServerConfig:
                     f"got one that starts with {entry[:4]!r}."
                 )
 
-    def _check_groups(self) -> None:
+    def _check_groups(self, kind: EngineKind) -> None:
         size, named = self.group_size, self.devices
         if size == 1:
             return
         if size > MAX_GROUP:
             raise ConfigError(f"group_size must be at most {MAX_GROUP}, got {size}.")
-        if self.is_toy:
+        if not kind.uses_devices:
             raise ConfigError(
-                f"group_size is {size}, but the toy engine has no model to divide: a group is for "
-                "the torch engine. Leave group_size out."
+                f"group_size is {size}, but the {kind.name} engine has no model to divide: a group "
+                "is for an engine that computes on devices. Leave group_size out."
             )
         if self._shares_device:
             return

@@ -110,7 +110,7 @@ async def detach(presence: Presence, asked: ProcessRequest) -> dict[str, str]:
 
 @serve(api, "client_config")
 async def client_config(service: Service, asked: ClientConfigRequest) -> dict[str, Any]:
-    return {**CLIENT_CONFIG, "custom_loss_server_side": not service.config.is_toy}
+    return {**CLIENT_CONFIG, "custom_loss_server_side": service.config.engine_kind.custom_losses}
 
 
 @serve(api, "client_dynamic_config")

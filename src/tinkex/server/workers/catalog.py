@@ -1,8 +1,8 @@
 """The base models a server offers: their names, aliases and facts.
 
 A name on the wire becomes the name the engine knows; facts come from the engine itself
-(`DescribeModelJob`) and are asked for once. With the toy engine and no `--model`, every name is a
-model; a private server, whose user is its owner, loads whatever it is asked for.
+(`DescribeModelJob`) and are asked for once. With an engine that loads none and no `--model`, every
+name is a model; a private server, whose user is its owner, loads whatever it is asked for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Catalog:
         self._names = config.models or (DEFAULT_MODEL,)
         self._aliases = dict(config.aliases)
         self._is_private = bool(config.parent_pid)
-        self._takes_any = self._is_private or (config.is_toy and not config.models)
+        loads_models = config.engine_kind.loads_models
+        self._takes_any = self._is_private or not (loads_models or config.models)
         self._worker = worker
         self._asking: dict[str, asyncio.Task[ModelInfo]] = {}
         self._asked_at: dict[str, float] = {}

@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from tinkex.engine.heartbeat import SIZE_BYTES
 from tinkex.engine.hosting import Cancel, Ready, Refused, submitting
-from tinkex.engine.jobs import Engine, Job
+from tinkex.engine.jobs import Job
+from tinkex.engine.registry.engines import EngineSpec, make_engine
 from tinkex.errors import ConfigError
 
 HEADER = struct.Struct("<Q")
@@ -59,20 +60,10 @@ class _Pickler(pickle.Pickler):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
-    """The engine that a child process hosts, and its settings."""
+class WorkerSpec(EngineSpec):
+    """The engine of a worker process, and how much it logs."""
 
-    engine: str
-    """`torch`, or `toy` with its own settings behind a colon."""
-    device: str = "auto"
-    """Of a group: its members' devices, with a plus between them; see `engine.group`."""
-    group_timeout_s: float = 120.0
-    deterministic: bool = False
-    any_base: bool = False
-    models: tuple[str, ...] = ()
     log_level: str = "info"
-    threads: int | None = None
-    """CPU threads of the engine; None: all. Workers that share a machine share its cores."""
 
 
 class FrameSocket:
@@ -108,34 +99,6 @@ class FrameSocket:
         return data
 
 
-def build_engine(spec: WorkerSpec) -> Engine:
-    if spec.engine.startswith("toy"):
-        from tinkex.engine.toy.config import ToyConfig
-        from tinkex.engine.toy.engine import ToyEngine
-
-        models = frozenset(spec.models) or None
-        return ToyEngine(
-            ToyConfig.read(spec.engine, models=models, deterministic=spec.deterministic)
-        )
-    from tinkex.engine.torch.config import EngineConfig
-    from tinkex.engine.torch.engine import TorchEngine
-
-    device, *others = spec.device.split("+")
-    if others:
-        from tinkex.engine.group.leader import check_models
-
-        check_models(spec.models, 1 + len(others))
-    config = EngineConfig(
-        device=device,
-        group=(device, *others) if others else (),
-        group_timeout_s=spec.group_timeout_s,
-        deterministic=spec.deterministic,
-        threads=spec.threads,
-        any_base=spec.any_base,
-    )
-    return TorchEngine(config)
-
-
 def serve(frames: FrameSocket, heartbeat_fd: int) -> None:
     """Host the engine until the server's end of the socket closes."""
     spec: WorkerSpec = frames.receive()
@@ -143,7 +106,7 @@ def serve(frames: FrameSocket, heartbeat_fd: int) -> None:
         level=spec.log_level.upper(), stream=sys.stderr, format="%(levelname)s worker: %(message)s"
     )
     try:
-        engine = build_engine(spec)
+        engine = make_engine(spec)
     except ConfigError as exc:
         frames.send(Refused(str(exc)))
         return

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from tinkex.cluster import node_facts
 from tinkex.cluster.connection import Cluster, Node
+from tinkex.engine.registry.engines import engine_kind
 from tinkex.errors import ConfigError
 from tinkex.server.workers.child import WorkerSpec
 from tinkex.server.workers.pool import Pool
@@ -109,7 +110,7 @@ class ClusterPool(Pool):
             name="the cluster",
             exchange=plan.exchange,
             meeting_timeout_s=plan.meeting_timeout_s,
-            deterministic=spec.deterministic or spec.engine.startswith("toy"),
+            deterministic=spec.deterministic or engine_kind(spec.engine).splits_exactly,
         )
         self._count()
 
@@ -138,7 +139,7 @@ class ClusterPool(Pool):
 
     def _uses_gpus(self, nodes: Sequence[Node]) -> bool:
         spec = self._plan.spec
-        wants = not spec.engine.startswith("toy") and not spec.device.startswith("cpu")
+        wants = engine_kind(spec.engine).uses_devices and not spec.device.startswith("cpu")
         return wants and any(node.num_gpus for node in nodes)
 
     def _places(self, nodes: Sequence[Node]) -> Counter[str]:

@@ -20,8 +20,9 @@ from tinkex.cluster.remote_engine import RemoteEngine
 from tinkex.engine.heartbeat import Activity
 from tinkex.engine.hosting import Cancel, Ready, Refused
 from tinkex.engine.jobs import Event, Failed, Job, Result
+from tinkex.engine.registry.engines import make_engine
 from tinkex.errors import EngineError
-from tinkex.server.workers.child import WorkerSpec, build_engine
+from tinkex.server.workers.child import WorkerSpec
 from tinkex.server.workers.supervised_worker import SupervisedWorker
 from tinkex.server.workers.watchdog import Budget
 
@@ -89,7 +90,7 @@ class RemoteWorker(SupervisedWorker):
             name=self.name,
             num_cpus=self._num_devices,
             num_gpus=self._num_devices if self._uses_gpus else 0,
-            build=build_engine,
+            build=make_engine,
             spec=self._spec,
             log_level=self._spec.log_level,
         )

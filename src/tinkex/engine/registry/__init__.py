@@ -1,0 +1,1 @@
+"""The engines there are, and what each can do."""
