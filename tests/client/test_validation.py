@@ -125,14 +125,14 @@ MISTAKES: list[tuple[Any, str]] = [
         lambda: training().train_step([DATUM], "cross_entropy", adam(beta1=-0.1)),
         "beta1",
     ),
-    (lambda: training().save_state("a/b"), "name: expected a name without slashes"),
+    (lambda: training().save_state("a/b"), "name: checkpoint name 'a/b' is not allowed"),
     (lambda: training().save_state("a", ttl_seconds=60), "ttl_seconds: must be between 3600"),
     (lambda: training().save_state("a", ttl_seconds=10**10), "ten years"),
     (
         lambda: training().load_state("tinker://run/nowhere/x"),
         r"path: expected tinker://RUN_ID/weights\|sampler_weights",
     ),
-    (lambda: training().load_state("run/weights/x"), "expected a path such as tinker://"),
+    (lambda: training().load_state("run/weights/x"), "path: expected tinker://RUN_ID/weights"),
     (lambda: sampling().sample([1], 1, PARAMS), "prompt: expected a ModelInput, got list"),
     (
         lambda: sampling().sample(PROMPT, 0, PARAMS),

@@ -23,6 +23,7 @@ from tinkex.types import (
     TopkLogprobs,
     is_retryable,
 )
+from tinkex.types.account.checkpoints import TinkerPath, check_name
 
 
 def test_lists_are_made_from_the_arrays():
@@ -213,3 +214,20 @@ def test_a_checkpoint_path_has_three_parts():
     assert parsed.checkpoint_id == "weights/x"
     saved = types.SaveWeightsResponse(path="tinker://s:train:0/weights/x")
     assert saved.get_console_url().endswith("/checkpoints/s:train:0/weights%2Fx")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-x", ".hidden", "a b", "x" * 201, None, 5])
+def test_a_name_that_no_server_would_take_is_refused_by_the_one_rule(name):
+    with pytest.raises(InvalidInputError, match="^name: checkpoint name .* is not allowed"):
+        check_name(name, path="name")
+
+
+def test_a_path_is_read_and_written_alike():
+    text = "tinker://s:train:0/sampler_weights/step=3"
+    parsed = TinkerPath.parse(text)
+    assert (parsed.run_id, parsed.kind, parsed.name) == ("s:train:0", "sampler_weights", "step=3")
+    assert str(parsed) == text
+    with pytest.raises(InvalidInputError, match="^path: expected tinker://RUN_ID/weights/NAME"):
+        TinkerPath.parse(text, kinds=["weights"], path="path")
+    with pytest.raises(InvalidInputError, match="expected tinker://"):
+        TinkerPath.parse(None)

@@ -16,7 +16,7 @@ from tinkex.contract.optimizers import OPTIMIZERS, read_params
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.settings import is_finite, shown
 from tinkex.errors import InvalidInputError, NotSupportedError
-from tinkex.types.account.checkpoints import TYPE_BY_KIND
+from tinkex.types.account.checkpoints import TYPE_BY_KIND, TinkerPath
 from tinkex.types.fields.bounds import MAX_TTL_S, MIN_TTL_S
 
 
@@ -197,22 +197,5 @@ def check_tinker_path(
     path: Any, *, kinds: Sequence[str] = tuple(TYPE_BY_KIND), name: str = "tinker_path"
 ) -> tuple[str, str]:
     """(training run id, `kind/name`) of a checkpoint path."""
-    if not isinstance(path, str) or not path.startswith("tinker://"):
-        raise InvalidInputError(
-            f"expected a path such as tinker://RUN_ID/weights/NAME, got {path!r}", path=name
-        )
-    parts = path.removeprefix("tinker://").split("/")
-    if len(parts) != 3 or not all(parts) or parts[1] not in kinds:
-        raise InvalidInputError(
-            f"expected tinker://RUN_ID/{'|'.join(kinds)}/NAME, got {path!r}", path=name
-        )
-    return parts[0], f"{parts[1]}/{parts[2]}"
-
-
-def check_name(name: Any, *, path: str = "name") -> str:
-    """A checkpoint name: one path segment."""
-    if not isinstance(name, str) or not name or "/" in name or name in (".", ".."):
-        raise InvalidInputError(
-            f"expected a name without slashes, such as 'step-100', got {name!r}", path=path
-        )
-    return name
+    parsed = TinkerPath.parse(path, kinds=kinds, path=name)
+    return parsed.run_id, parsed.checkpoint_id

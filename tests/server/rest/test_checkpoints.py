@@ -19,6 +19,7 @@ from tinkex.server.files import checkpoints
 from tinkex.server.files.encryption import check_recipients, encrypt_folder
 from tinkex.server.files.sweeper import Sweeper
 from tinkex.server.process.config import ServerConfig
+from tinkex.types.account.checkpoints import check_name
 
 ONE = "/training_runs/s:train:0/checkpoints/weights/first"
 PATH = "tinker://s:train:0/weights/first"
@@ -248,12 +249,12 @@ async def test_a_malformed_path_is_a_400(world: World, path: str) -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "-x", ".hidden", "a\\b", "a\nb", "x" * 201])
 def test_a_name_that_could_be_a_path_is_refused(name: str) -> None:
     with pytest.raises(InvalidInputError, match="name"):
-        checkpoints.check_name(name)
+        check_name(name)
 
 
 @pytest.mark.parametrize("name", ["final", "000010", "step=3,lr=1e-4", "v1.2_x", "a" * 200])
 def test_names_people_use_are_accepted(name: str) -> None:
-    assert checkpoints.check_name(name) == name
+    assert check_name(name) == name
 
 
 async def test_a_taken_name_is_refused_unless_overwrite_or_the_same_request(world: World) -> None:

@@ -88,8 +88,8 @@ class SampleCalls:
                 f"{len(answer.sequences)}."
             )
         made_by = self._made_by(said if isinstance(said, dict) else {})
-        pairs = zip(answer.sequences, ids, strict=True)
-        answer.sequences[:] = [sequence.made_by(made_by, name) for sequence, name in pairs]
+        for sequence, name in zip(answer.sequences, ids, strict=True):
+            sequence._stamp(made_by, name)
         return answer
 
     def _made_by(self, facts: dict[str, Any]) -> types.WeightsSnapshot:

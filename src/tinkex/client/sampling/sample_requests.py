@@ -27,6 +27,7 @@ from tinkex.errors import (
     NotSupportedError,
 )
 from tinkex.types.data.tensor_data import from_list
+from tinkex.wire import json_codec
 
 
 def _names(declared: type) -> tuple[str, ...]:
@@ -80,9 +81,9 @@ def sample_request(
     _check(_check_draw, _draw_of(sampling_params))
     read_stop(sampling_params.stop, "sampling_params.stop")
     options["num_samples"] = num_samples
-    # Before the request is made: it would take "3" for 3.
     _check(_check_options, [options.get(name) for name in _OPTIONS])
-    return types.SampleRequest(prompt=prompt, sampling_params=sampling_params, **options)
+    options["prompt"], options["sampling_params"] = prompt, sampling_params
+    return json_codec.read(types.SampleRequest, options)
 
 
 def check_supported(request: types.SampleRequest, flags: ServerFlags) -> None:

@@ -29,6 +29,7 @@ from tinkex.errors import (
     APIResponseValidationError,
     InvalidInputError,
 )
+from tinkex.types.account.checkpoints import is_tinker_path
 
 if TYPE_CHECKING:
     from tinkex.client.sampling.sample_stream import SampleStream
@@ -50,7 +51,7 @@ class SamplingClient(SampleCalls):
         record_stability_info: bool = False,
     ) -> APIFuture[SamplingClient]:
         """Open a sampling session for a checkpoint or a base model, or use an existing one."""
-        if model_path is not None and not model_path.startswith("tinker://"):
+        if model_path is not None and not is_tinker_path(model_path):
             raise InvalidInputError(
                 f"expected a path that starts with tinker://, got {model_path!r}. To sample from a "
                 "base model pass base_model=.",

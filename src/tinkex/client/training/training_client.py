@@ -35,6 +35,7 @@ from tinkex.client.training.training_calls import TrainingCalls
 from tinkex.client.twins import awaited, submitted, threaded
 from tinkex.errors import InvalidInputError
 from tinkex.regularizers import RegularizerSpec
+from tinkex.types.account.checkpoints import check_name
 from tinkex.types.account.console_urls import training_run_url
 from tinkex.wire.chunking import combine
 from tinkex.wire.endpoints import ENDPOINTS
@@ -280,7 +281,7 @@ class TrainingClient:
     ) -> APIFuture[T]:
         request: BaseModel = ENDPOINTS[row].request(
             model_id=self.model_id,
-            path=validation.check_name(name),
+            path=check_name(name, path="name"),
             ttl_seconds=validation.check_ttl(ttl_seconds),
             **asked,
         )

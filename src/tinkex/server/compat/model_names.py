@@ -13,6 +13,7 @@ from tinkex.errors import InvalidInputError
 from tinkex.server.process.problems import ApiError
 from tinkex.server.service.service import Service
 from tinkex.store import User
+from tinkex.types.account.checkpoints import is_tinker_path
 
 MAX_LISTED = 1000
 MAX_KNOWN = 10_000
@@ -61,7 +62,7 @@ class ModelNames:
 
     async def _find(self, user: User, name: str) -> SampleTarget:
         service, path = self._service, name
-        if not name.startswith("tinker://"):
+        if not is_tinker_path(name):
             named = await service.store.call(service.store.names.get, user.user_id, name)
             if named is None:
                 return SampleTarget(name, _base(service, name))

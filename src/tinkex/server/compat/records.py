@@ -14,11 +14,11 @@ from tinkex import types
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat.dependencies import Names, Trajectories
 from tinkex.server.compat.trajectories import check_id
-from tinkex.server.files.checkpoints import check_name
 from tinkex.server.http.handlers import Answer, serve
 from tinkex.server.process.problems import ApiError
 from tinkex.server.service.service import Service
 from tinkex.store import Store, TrajectoryAnswer, User
+from tinkex.types.account.checkpoints import check_name
 from tinkex.types.service.extensions import (
     DeleteTrajectoryResponse,
     NameCheckpointRequest,

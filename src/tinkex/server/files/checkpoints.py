@@ -17,70 +17,38 @@ import secrets
 import shutil
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
 from weakref import WeakValueDictionary
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.files.depot import Depot, is_stored
 from tinkex.server.files.folders import DataFolder
 from tinkex.server.process.problems import ApiError
-from tinkex.store import Checkpoint, CheckpointKind, Store, UsageCount, User
+from tinkex.store import Checkpoint, Store, UsageCount, User
+from tinkex.types.account.checkpoints import TinkerPath, check_name
 from tinkex.types.fields.bounds import MAX_TTL_S, MIN_TTL_S
 
 log = logging.getLogger(__name__)
-KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+@:~-]{0,199}")
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 
 
-@dataclass(frozen=True, slots=True)
-class TinkerPath:
-    run_id: str
-    kind: CheckpointKind
-    name: str
-
-    def __str__(self) -> str:
-        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
-
-    @property
-    def checkpoint_id(self) -> str:
-        return f"{self.kind}/{self.name}"
-
-
 def parse_path(path: str) -> TinkerPath:
-    """Read `tinker://<run>/<kind>/<name>`.
+    """Read `tinker://RUN_ID/KIND/NAME`.
 
     Raises:
-        InvalidInputError: It is anything else.
+        InvalidInputError: It is anything else, or has an id or a name that no server gives.
     """
-    parts = path.removeprefix("tinker://").split("/")
-    if not path.startswith("tinker://") or len(parts) != 3:
-        raise InvalidInputError(
-            f"{path!r} is not a checkpoint path. Use tinker://<run>/<kind>/<name>, "
-            f"with a kind of {', '.join(KINDS)}."
-        )
-    return checked_path(parts[0], parts[1], parts[2])
+    parsed = TinkerPath.parse(path)
+    return checked_path(parsed.run_id, parsed.kind, parsed.name)
 
 
 def checked_path(run_id: str, kind: str, name: str) -> TinkerPath:
-    if kind not in KINDS:
-        raise InvalidInputError(f"checkpoint kind {kind!r} is unknown; use {', '.join(KINDS)}.")
+    path = TinkerPath.parse(f"tinker://{run_id}/{kind}/{name}")
     if not _RUN.fullmatch(run_id):
         raise InvalidInputError(f"{run_id!r} is not a training run id.")
-    return TinkerPath(run_id, kind, check_name(name))
-
-
-def check_name(name: str) -> str:
-    """Refuse names that are empty, too long, or could be mistaken for a path."""
-    if not _NAME.fullmatch(name):
-        raise InvalidInputError(
-            f"checkpoint name {name[:80]!r} is not allowed. Use 1 to 200 letters, digits and any "
-            "of _ . , = + @ : ~ -, starting with a letter, digit or underscore.",
-            path="path",
-        )
-    return name
+    check_name(name)
+    return path
 
 
 def expiry_of(ttl_s: int | None) -> float | None:

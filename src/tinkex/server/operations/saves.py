@@ -12,7 +12,7 @@ import orjson
 
 from tinkex.engine.jobs import AdapterResult, Job, Result, SaveAdapterJob
 from tinkex.errors import InvalidInputError
-from tinkex.server.files.checkpoints import check_name, expiry_of, parse_path
+from tinkex.server.files.checkpoints import expiry_of, parse_path
 from tinkex.server.files.encryption import check_recipients, encrypt_folder
 from tinkex.server.work.futures import Outcome
 from tinkex.server.work.operation import (
@@ -28,6 +28,7 @@ from tinkex.types import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
+from tinkex.types.account.checkpoints import check_name
 from tinkex.wire.requests import Opened
 
 AnySave = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest

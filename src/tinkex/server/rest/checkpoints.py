@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import RedirectResponse
 
 from tinkex import types
-from tinkex.server.files.checkpoints import Shelf, TinkerPath, checked_path, expiry_of
+from tinkex.server.files.checkpoints import Shelf, checked_path, expiry_of
 from tinkex.server.guard.auth import Auth, CurrentUser
 from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.http.handlers import answer, serve
@@ -27,6 +27,7 @@ from tinkex.server.rest.files import link
 from tinkex.server.rest.runs import visible_run
 from tinkex.server.rest.views import checkpoint_view
 from tinkex.store import Checkpoint, Store, User
+from tinkex.types.account.checkpoints import TinkerPath
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 

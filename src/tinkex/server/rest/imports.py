@@ -24,7 +24,6 @@ from fastapi import APIRouter, Request
 from tinkex.engine.folders import DIGEST, MANIFESTS
 from tinkex.engine.jobs import AdapterResult, DropAdapterJob, LoadAdapterJob
 from tinkex.errors import InvalidInputError
-from tinkex.server.files.checkpoints import TinkerPath, check_name
 from tinkex.server.files.folders import folder_size
 from tinkex.server.guard.auth import CurrentUser
 from tinkex.server.http.bodies import read_body
@@ -35,6 +34,7 @@ from tinkex.server.rest import idle_run
 from tinkex.server.service.service import Service
 from tinkex.server.workers.worker import run
 from tinkex.store import Checkpoint, User
+from tinkex.types.account.checkpoints import TinkerPath, check_name
 from tinkex.wire import tar
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])

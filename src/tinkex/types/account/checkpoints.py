@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, cast
 
 from tinkex.errors import InvalidInputError
 from tinkex.types.fields.bounds import TtlSeconds
 from tinkex.types.fields.message import Listing, Metrics, Request, Response, Texts
+from tinkex.types.fields.value import short
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
+CheckpointKind: TypeAlias = Literal["weights", "sampler_weights", "external_weights"]
 
 TYPE_BY_KIND: dict[str, CheckpointType] = {
     "weights": "training",
@@ -17,6 +22,56 @@ TYPE_BY_KIND: dict[str, CheckpointType] = {
     "external_weights": "external",
 }
 _PREFIX = "tinker://"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,=+@:~-]{0,199}")
+
+
+def is_tinker_path(text: str) -> bool:
+    """Whether a text means a checkpoint rather than a base model, a run or a file."""
+    return text.startswith(_PREFIX)
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerPath:
+    """The parts of `tinker://RUN_ID/KIND/NAME`."""
+
+    run_id: str
+    kind: CheckpointKind
+    name: str
+
+    @classmethod
+    def parse(
+        cls, text: Any, *, kinds: Sequence[str] = tuple(TYPE_BY_KIND), path: str = ""
+    ) -> TinkerPath:
+        """Read a checkpoint's path; `path` is the field that an error names.
+
+        Raises:
+            InvalidInputError: It is none, or of another kind.
+        """
+        is_path = isinstance(text, str) and is_tinker_path(text)
+        parts = text.removeprefix(_PREFIX).split("/") if is_path else []
+        if len(parts) != 3 or not all(parts) or parts[1] not in kinds:
+            raise InvalidInputError(
+                f"expected {_PREFIX}RUN_ID/{'|'.join(kinds)}/NAME, got {text!r}", path=path
+            )
+        return cls(parts[0], cast(CheckpointKind, parts[1]), parts[2])
+
+    def __str__(self) -> str:
+        return f"{_PREFIX}{self.run_id}/{self.kind}/{self.name}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+def check_name(name: Any, *, path: str = "path") -> str:
+    """Refuse names that are empty, too long, or could be mistaken for a path."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidInputError(
+            f"checkpoint name {short(name)} is not allowed. Use 1 to 200 letters, digits and any "
+            "of _ . , = + @ : ~ -, starting with a letter, digit or underscore.",
+            path=path,
+        )
+    return name
 
 
 class Checkpoint(Response):
@@ -47,19 +102,12 @@ class ParsedCheckpointTinkerPath(Response):
         Raises:
             InvalidInputError: It is not `tinker://RUN/weights|sampler_weights|external_weights/NAME`.
         """
-        parts = tinker_path.removeprefix(_PREFIX).split("/")
-        well_formed = tinker_path.startswith(_PREFIX) and len(parts) == 3 and all(parts)
-        if not well_formed or parts[1] not in TYPE_BY_KIND:
-            kinds = "|".join(TYPE_BY_KIND)
-            raise InvalidInputError(
-                f"expected {_PREFIX}RUN/{kinds}/NAME, got {tinker_path!r}", path="tinker_path"
-            )
-        run, kind, name = parts
+        parsed = TinkerPath.parse(tinker_path, path="tinker_path")
         return cls(
             tinker_path=tinker_path,
-            training_run_id=run,
-            checkpoint_type=TYPE_BY_KIND[kind],
-            checkpoint_id=f"{kind}/{name}",
+            training_run_id=parsed.run_id,
+            checkpoint_type=TYPE_BY_KIND[parsed.kind],
+            checkpoint_id=parsed.checkpoint_id,
         )
 
 

@@ -16,7 +16,7 @@ from tinkex.errors import InvalidInputError
 from tinkex.types.data.arrays import pack_flat, token_array
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.data.topk_logprobs import TopkList, TopkLogprobs
-from tinkex.types.fields.value import Value, kept, nest, readonly, short
+from tinkex.types.fields.value import Value, kept, nest, readonly, set_field, short
 from tinkex.types.sampling.snapshot import WeightsSnapshot
 from tinkex.types.sampling.stop_reason import StopReason
 
@@ -98,6 +98,11 @@ class SampledSequence(Value):
         """The same sequence, with the weights that made it and the id that it was promised."""
         name = self.sequence_id if sequence_id is None else sequence_id
         return self._replace(snapshot=snapshot, sequence_id=name)
+
+    def _stamp(self, snapshot: WeightsSnapshot, sequence_id: str) -> None:
+        """Like `made_by`, in place: for one that was just read, before anybody has seen it."""
+        set_field(self, "snapshot", snapshot)
+        set_field(self, "sequence_id", sequence_id)
 
     @kept
     def tokens(self) -> list[int]:
