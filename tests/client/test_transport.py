@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ def call_through(
             retry=RetryPolicy(max_retries=config.max_retries, uniform=lambda: 0.0),
             make_backend=lambda _: backend,
         )
-        reply = await transport.call(replace(call, window=False))
+        reply = await transport.call(call._replace(window=False))
         return reply, asyncio.get_running_loop().time()
 
     return run_virtual(main())

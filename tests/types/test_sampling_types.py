@@ -231,3 +231,20 @@ def test_a_path_is_read_and_written_alike():
         TinkerPath.parse(text, kinds=["weights"], path="path")
     with pytest.raises(InvalidInputError, match="expected tinker://"):
         TinkerPath.parse(None)
+
+
+def test_an_unchecked_message_is_equal_to_the_checked_one():
+    """It sets by hand what pydantic sets, so it is held to all that pydantic makes of it."""
+    given = {"prompt": types.ModelInput.from_ints([1]), "sampling_params": SamplingParams()}
+    checked = types.SampleRequest(**given, num_samples=2)
+    made = types.SampleRequest.unchecked(**given, num_samples=2)
+    for one in (made, pickle.loads(pickle.dumps(made)), made.model_copy()):
+        assert one == checked
+        assert repr(one) == repr(checked)
+        assert one.model_fields_set == checked.model_fields_set
+        assert list(one.model_dump(mode="json")) == list(checked.model_dump(mode="json"))
+    numbered = made.replaced(seq_id=3)
+    assert numbered == types.SampleRequest(**given, num_samples=2, seq_id=3)
+    assert (made.seq_id, numbered.model_fields_set - made.model_fields_set) == (None, {"seq_id"})
+    with pytest.raises(ValueError, match="frozen"):
+        made.seq_id = 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import zstandard
 
@@ -25,8 +25,7 @@ class BodyTooLargeError(WireError):
     code = "too_large"
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
+class Body(NamedTuple):
     """What goes into an HTTP message: the bytes and the two headers that explain them."""
 
     content: bytes

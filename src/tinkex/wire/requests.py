@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from tinkex.errors import InvalidInputError, WireError
@@ -92,8 +93,7 @@ def encode(
         InvalidInputError: The request has a value that cannot travel.
         NotSupportedError: It sets a field that this generation does not have.
     """
-    endpoint = _endpoint(name)
-    accepted: Any = tuple(PASSES.values()) if name in PASSES else endpoint.request
+    endpoint, accepted = _accepted(name)
     if not isinstance(request, accepted):
         raise InvalidInputError(
             f"{name} takes {endpoint.request_name}, got {type(request).__name__}"
@@ -119,6 +119,13 @@ def encode(
 def join_samples(samples: Sequence[Body]) -> Body:
     """The `asample_batch` of samples that are encoded already."""
     return Body(b'{"requests":[%b]}' % b",".join(sample.content for sample in samples), JSON)
+
+
+@cache
+def _accepted(name: str) -> tuple[Endpoint, Any]:
+    """The endpoint of a name, and the messages that it takes."""
+    endpoint = _endpoint(name)
+    return endpoint, tuple(PASSES.values()) if name in PASSES else endpoint.request
 
 
 def _endpoint(name: str) -> Endpoint:

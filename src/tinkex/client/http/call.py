@@ -7,8 +7,7 @@ bytes `wire.requests` writes. A body is a `wire.Body`, so nothing else can be se
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -18,9 +17,10 @@ from tinkex.errors import APIStatusError, status_error_class
 from tinkex.wire import Body, Generation, requests
 from tinkex.wire.endpoints import API, ENDPOINTS
 
+_BELOW = f"{API}/"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+
+class Call(NamedTuple):
     """One call: where it goes, what it carries, how long it is tried."""
 
     method: str
@@ -60,7 +60,7 @@ class Call:
             InvalidInputError: The request has a value that cannot travel.
         """
         row = ENDPOINTS[endpoint]
-        path = row.path.removeprefix(f"{API}/")
+        path = row.path.removeprefix(_BELOW)
         is_body = request is None or isinstance(request, Body)
         body = request if is_body else requests.encode(endpoint, request, generation)
         return cls(

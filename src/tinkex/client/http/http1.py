@@ -2,11 +2,12 @@
 
 Where every sample is a request of its own, most of the client's time goes into its HTTP client, so
 this one does only what we need: keep-alive connections, one request at a time on each, fixed,
-chunked or close-delimited answers, gzip, deflate and zstd. On 2026-11-15 it took 0.46 ms of CPU per
-sample where httpx took 7.0, and 1.2 ms per training step where httpx took 8.1: the figures
-`http1_vs_httpx` of `benchmarks/client.py`, which hold it to 1.5 times. httpx still serves TLS,
-HTTP/2 and proxies. This does not follow redirects, keep cookies or retry, but for one case: a kept
-connection that the server closed before a byte of the answer.
+chunked or close-delimited answers, gzip, deflate and zstd. It stays as long as it needs less than
+two thirds of the CPU of any client that could replace it, per small request: `http_clients` and the
+figures `http1_vs_httpx` in `docs/benchmarks.md` (on 2026-11-18 aiohttp took 1.9 times as much,
+pyqwest 2.4, httpx2 18, httpx 46). httpx still serves TLS, HTTP/2 and proxies. This does not follow
+redirects, keep cookies or retry, but for one case: a kept connection that the server closed before
+a byte of the answer.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Collector:
             timeout_s = 0.0  # only an acknowledgement: nothing to wait for
         elif self._inline and self._untold:
             timeout_s = _FIRST_POLL_S
-        request = FuturesRetrieveRequest(
+        request = FuturesRetrieveRequest.unchecked(
             target=self._target,
             prev_cursor=self._cursor,
             timeout=timeout_s,

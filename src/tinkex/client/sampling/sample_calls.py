@@ -161,7 +161,7 @@ class SampleCalls:
         with self._lock:
             number = self._num_submitted
             self._num_submitted += 1
-        return request.model_copy(update={"seq_id": self._clone_id * CLONE_STRIDE + number})
+        return request.replaced(seq_id=self._clone_id * CLONE_STRIDE + number)
 
     async def _attempt(
         self, request: types.SampleRequest, waiting: Waiting

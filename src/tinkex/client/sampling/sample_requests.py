@@ -27,7 +27,6 @@ from tinkex.errors import (
     NotSupportedError,
 )
 from tinkex.types.data.tensor_data import from_list
-from tinkex.wire import json_codec
 
 
 def _names(declared: type) -> tuple[str, ...]:
@@ -82,8 +81,7 @@ def sample_request(
     read_stop(sampling_params.stop, "sampling_params.stop")
     options["num_samples"] = num_samples
     _check(_check_options, [options.get(name) for name in _OPTIONS])
-    options["prompt"], options["sampling_params"] = prompt, sampling_params
-    return json_codec.read(types.SampleRequest, options)
+    return types.SampleRequest.unchecked(prompt=prompt, sampling_params=sampling_params, **options)
 
 
 def check_supported(request: types.SampleRequest, flags: ServerFlags) -> None:

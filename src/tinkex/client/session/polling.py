@@ -247,7 +247,7 @@ class _Poll(Generic[T]):
         if self.iteration == 0 and self.roundtrip_s is not None:
             headers["X-Tinker-Create-Promise-Roundtrip-Time"] = f"{self.roundtrip_s:.6f}"
         # Room is taken for a large payload before it travels: the size comes first, alone.
-        request = FutureRetrieveRequest(
+        request = FutureRetrieveRequest.unchecked(
             request_id=self.request_id, allow_metadata_only=self.reserved is None
         )
         return Call.to(

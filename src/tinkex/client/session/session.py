@@ -66,7 +66,7 @@ class Session:
         assert self.id is not None
         call = Call.to(
             "session_heartbeat",
-            types.SessionHeartbeatRequest(session_id=self.id),
+            types.SessionHeartbeatRequest.unchecked(session_id=self.id),
             transport.generation,
             pool="session",
             timeout_s=10.0,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Self, TypeAlias, TypeVar
 
 from pydantic import (
     AwareDatetime,
@@ -18,6 +19,7 @@ from pydantic import (
 
 from tinkex.errors import InvalidInputError
 from tinkex.types.fields.complaints import explain
+from tinkex.types.fields.value import set_field
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass as _InOurWords
@@ -33,12 +35,44 @@ else:
                 raise explain(exc, kwargs, cls.__name__, list(cls.model_fields)) from exc
 
 
+RequestT = TypeVar("RequestT", bound="Request")
+
+
 class Request(BaseModel, metaclass=_InOurWords):
     """Frozen; an unknown or non-finite field is an error at construction, not on the server."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
     )
+
+    @classmethod
+    def unchecked(cls, **fields: object) -> Self:
+        """A message of fields that were checked already, or are ours.
+
+        Sets what pydantic's `model_construct` sets, in a fifth of its time: a client makes
+        thousands of these at once.
+        """
+        return _filled(cls, {**_defaults(cls), **fields}, set(fields))
+
+    def replaced(self, **fields: object) -> Self:
+        """A copy with some fields changed, which are not checked either."""
+        given = self.__pydantic_fields_set__ | fields.keys()
+        return _filled(type(self), {**self.__dict__, **fields}, given)
+
+
+def _filled(kind: type[RequestT], values: dict[str, object], given: set[str]) -> RequestT:
+    made = kind.__new__(kind)
+    set_field(made, "__dict__", values)
+    set_field(made, "__pydantic_fields_set__", given)
+    set_field(made, "__pydantic_extra__", None)
+    set_field(made, "__pydantic_private__", None)
+    return made
+
+
+@cache
+def _defaults(kind: type[BaseModel]) -> dict[str, object]:
+    """Every field in its order; those without a default are to be given."""
+    return {name: field.get_default() for name, field in kind.model_fields.items()}
 
 
 class Response(BaseModel):
