@@ -12,11 +12,12 @@ from fastapi import FastAPI
 from wire_client import Caller
 
 from tinkex.server.app import create_app
-from tinkex.server.files.checkpoints import Shelf, TinkerPath
+from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.folders import folder_size
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.serve import make_pool
 from tinkex.store import Checkpoint, Store
+from tinkex.types.account.checkpoints import TinkerPath
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
 
