@@ -96,7 +96,7 @@ class CudaPagedAttend:
             self._tokens = delta.TokenBounds.singles(states_B)
 
     def target(self, layer_index: int) -> tuple[Tensor, Tensor, Tensor]:
-        at = self.cache.place[layer_index]
+        at = self.cache.index_of_layer[layer_index]
         return self._flat_k[at], self._flat_v[at], self._slots_T
 
     def delta(self, layer_index: int, w: DeltaWeights, fused_TX: Tensor, eps: float) -> Tensor:
@@ -129,7 +129,7 @@ class CudaPagedAttend:
     def _decode(
         self, layer_index: int, q_BHd: Tensor, singles: _Singles, sinks_H: Tensor | None
     ) -> Tensor:
-        at = self.cache.place[layer_index]
+        at = self.cache.index_of_layer[layer_index]
         return attention.paged_decode(
             q_BHd.contiguous(),
             self.cache.k[at],
@@ -145,7 +145,7 @@ class CudaPagedAttend:
     def _prefill(
         self, layer_index: int, q_THd: Tensor, longs: _Longs, sinks_H: Tensor | None
     ) -> Tensor:
-        at = self.cache.place[layer_index]
+        at = self.cache.index_of_layer[layer_index]
         return attention.tiles(
             q_THd.contiguous(),
             self._flat_k[at].index_select(0, longs.keys_L),

@@ -46,7 +46,7 @@ class MixtureWeights:
     shared_down: Tensor | None = None
     shared_gate_1D: Tensor | None = None
     first: int = 0
-    """The first expert whose weights are here; a member of a group has some of them."""
+    """The first expert whose weights are here; a rank of a group has some of them."""
 
     def expert(self, number: int) -> tuple[Biased, Biased]:
         """The two linears of an expert whose weights are here."""
@@ -104,7 +104,7 @@ def route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(experts of each row, best first; their weights; log-probabilities of all), in fp32.
 
-    With `agree`, the choice is what that makes of it: members of a group make the same.
+    With `agree`, the choice is what that makes of it: all ranks of a group make the same.
     """
     logits_TE = wide(linear(y_TD, weights.router_ED, weights.router_bias_E, NO_TERMS))
     logp_TE = logits_TE.log_softmax(-1)

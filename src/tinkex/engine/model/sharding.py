@@ -99,7 +99,7 @@ class ModelShards:
     # -------------------------------------------------------------------------------- modules
 
     def expert_owner(self, module: str) -> int | None:
-        """The member that has an expert's linears; None for every other module."""
+        """The rank that has an expert's linears; None for every other module."""
         _, found, rest = module.partition(".experts.")
         experts = self.whole.experts
         if not found or experts is None or not rest[:1].isdigit():

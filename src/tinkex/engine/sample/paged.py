@@ -83,8 +83,8 @@ class PagedCache:
     ) -> None:
         self.config, self.block_size = config, block_size
         layers = config.attention_layers
-        self.place = {layer: at for at, layer in enumerate(layers)}
-        """Where in `k` and `v` a layer's are."""
+        self.index_of_layer = {layer: at for at, layer in enumerate(layers)}
+        """Of a layer with attention, among those in `k` and `v`."""
         shape = (len(layers), num_blocks, block_size, config.num_kv_heads, config.head_size)
         self.k = slabs.zeros(shape, device, dtype)
         self.v = slabs.zeros(shape, device, dtype)
@@ -263,7 +263,7 @@ class PagedAttend:
         sinks_H: Tensor | None,
     ) -> Tensor:
         window = self.cache.config.window(layer_index)
-        at = self.cache.place[layer_index]
+        at = self.cache.index_of_layer[layer_index]
         self._flat_k[at].index_copy_(0, self._slots_T, k_TKd)
         self._flat_v[at].index_copy_(0, self._slots_T, v_TKd)
         if not self._longs and len(self._groups) == 1:

@@ -35,7 +35,7 @@ class StateCache:
     ) -> None:
         delta, layers = config.delta, config.delta_layers
         assert delta is not None
-        self._place = {layer: at for at, layer in enumerate(layers)}
+        self._index_of_layer = {layer: at for at, layer in enumerate(layers)}
         heads = (delta.value_heads, delta.key_size, delta.value_size)
         # A state gathers over a whole sequence; in bf16 it would soon lose what a token adds.
         wide = torch.promote_types(dtype, torch.float32)
@@ -50,7 +50,7 @@ class StateCache:
 
     def layer(self, layer_index: int) -> tuple[Tensor, Tensor]:
         """The memory of one layer's states."""
-        at = self._place[layer_index]
+        at = self._index_of_layer[layer_index]
         return self.conv_LSwC[at], self.heads_LSHkv[at]
 
     def read(self, layer_index: int, slots_B: Tensor) -> DeltaState:

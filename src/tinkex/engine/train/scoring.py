@@ -59,7 +59,7 @@ class RowRun:
     """Set when `evaluate` refused its inputs; the run then has no gradient."""
 
     def part(self, rows: Rows) -> tuple[slice, Rows] | None:
-        """Which of a chunk's sorted rows are mine, and their places inside the run."""
+        """Which of a chunk's sorted rows are mine, and their rows inside the run."""
         low, high = np.searchsorted(rows, (self.start, self.stop))
         return None if low == high else (slice(int(low), int(high)), rows[low:high] - self.start)
 
@@ -161,11 +161,11 @@ class _Head:
     def visit(self, rows: Rows, runs: Sequence[RowRun], *, evaluate: bool, backward: bool) -> None:
         """Logprobs of `rows` into their runs; their losses and gradients when asked for."""
         device = self._hidden_TD.device
-        place = _place(rows, device)
-        hidden_ND = self._hidden_TD[place]
+        index = _row_index(rows, device)
+        hidden_ND = self._hidden_TD[index]
         lora = self._lora.select(rows)
         pieces = [
-            ScoredRows(run, part[0], _place(part[1], device))
+            ScoredRows(run, part[0], _row_index(part[1], device))
             for run in runs
             if (part := run.part(rows)) is not None
         ]
@@ -184,10 +184,10 @@ class _Head:
             return
         dlogits_NV = softmax.backward(pieces)
         back = decoder.head_shard_backward if is_sharded else decoder.head_backward
-        self.dhidden_TD[place] = back(dlogits_NV, hidden_ND, lora)
+        self.dhidden_TD[index] = back(dlogits_NV, hidden_ND, lora)
 
 
-def _place(rows: Rows, device: torch.device) -> slice | Tensor:
+def _row_index(rows: Rows, device: torch.device) -> slice | Tensor:
     """Sorted rows as an index; a slice when nothing lies between them."""
     first, last = int(rows[0]), int(rows[-1])
     if last - first + 1 == len(rows):
