@@ -54,9 +54,7 @@ def member(engine: str, threads: int | None = None) -> ProcessWorker:
 
 
 @asynccontextmanager
-async def opened(
-    size: int, engine: str, threads: int | None = None, meeting_timeout_s: float = 60.0
-) -> AsyncIterator[Pool]:
+async def opened(size: int, engine: str, threads: int | None = None) -> AsyncIterator[Pool]:
     with tempfile.TemporaryDirectory() as folder:
         exchange = Path(folder) / "exchange"
         deterministic = engine.startswith("toy")
@@ -65,7 +63,7 @@ async def opened(
             members,
             exchange=exchange,
             deterministic=deterministic,
-            meeting_timeout_s=0.0 if deterministic else meeting_timeout_s,
+            meeting_timeout_s=60.0,
         )
         await pool.start()
         await asyncio.gather(*(one.wait_ready() for one in pool.members))
@@ -254,11 +252,11 @@ async def model_tokens_per_s(size: int, threads: int) -> tuple[float, float]:
         return rate * num_tokens, num * num_tokens / (cpu_seconds(pool) - spent_s[0])
 
 
-async def reduce_s(meeting_timeout_s: float) -> float:
+async def reduce_s() -> float:
     """Seconds until two members have each other's gradients of a rank-32 adapter, added up."""
     from tinkex.engine.model import default_model
 
-    async with opened(2, "torch", 1, meeting_timeout_s) as pool:
+    async with opened(2, "torch", 1) as pool:
         data = batch(8, 16, num_ids=1000)
         await share(pool, default_model.NAME, data, rank=32)
         took = []
@@ -323,9 +321,8 @@ async def measure(with_model: bool) -> list[report.Figure]:
             )  # fmt: skip
         figures.append(
             report.Figure(
-                name="pool_reduce_gloo", ours=await reduce_s(60.0), peer=await reduce_s(0.0),
-                unit="s",
-                note="2 workers, SmolLM2-135M, rank 32, median of 5 steps; peer: through files",
+                name="pool_reduce_gloo", ours=await reduce_s(), unit="s",
+                note="2 workers, SmolLM2-135M, rank 32, median of 5 steps",
             )
         )  # fmt: skip
     return figures

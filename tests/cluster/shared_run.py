@@ -33,7 +33,7 @@ async def main(address: str, folder: Path, model: str) -> None:
     exchange = folder / "two" / "exchange"
     cluster = await asyncio.to_thread(Cluster.connect, address)
     spec = WorkerSpec(engine=TOY) if is_toy else WorkerSpec(engine="torch", deterministic=True)
-    plan = PoolPlan(spec=spec, exchange=exchange, meeting_timeout_s=0.0 if is_toy else 60.0)
+    plan = PoolPlan(spec=spec, exchange=exchange, meeting_timeout_s=60.0)
     members = await asyncio.to_thread(ClusterPool, cluster, plan)
     await members.start()
     await asyncio.gather(*(member.wait_ready() for member in members.members))
@@ -45,7 +45,7 @@ async def main(address: str, folder: Path, model: str) -> None:
         "num_workers": together.most_workers,
         "is_equal": together.seen == alone.seen and end_together == end,
         "left": left,
-        "have_met": members.exchange is not None and members.exchange.num_meetings > 0,
+        "have_summed": members.groups is not None and members.groups.num_sums > 0,
     }
     print(json.dumps(said))
 

@@ -112,11 +112,11 @@ def child(engine: str = "toy", **spec: Any) -> ProcessWorker:
     return ProcessWorker(WorkerSpec(engine=engine, **spec), name=f"worker-{next(_numbers)}")
 
 
-def torch_member(deterministic: bool) -> EngineWorker:
+def torch_member(deterministic: bool, **options: Any) -> EngineWorker:
     from tinkex.engine.torch.config import EngineConfig
     from tinkex.engine.torch.engine import TorchEngine
 
-    config = EngineConfig(device="cpu", deterministic=deterministic)
+    config = EngineConfig(device="cpu", deterministic=deterministic, **options)
     return EngineWorker(lambda: TorchEngine(config), f"engine-{next(_numbers)}")
 
 
@@ -126,7 +126,7 @@ async def opened(
     exchange: Path | None = None,
     *,
     deterministic: bool = True,
-    meeting_timeout_s: float = 0.0,
+    meeting_timeout_s: float = 60.0,
 ) -> AsyncIterator[Pool]:
     pool = Pool(
         members,

@@ -24,7 +24,7 @@ from typing import Any
 from tinkex.cluster import job_paths
 from tinkex.engine import heartbeat
 from tinkex.engine.hosting import Cancel, submitting
-from tinkex.engine.jobs import Done, Emit, Engine, Event, Job
+from tinkex.engine.jobs import Done, Emit, Engine, Event, Job, SaveAdapterJob
 from tinkex.errors import ConfigError
 
 HEARTBEAT_S = 1.0
@@ -135,17 +135,16 @@ class EngineHost:
         return pickle.dumps(found, protocol=5), heartbeat.look(self._memory)
 
     def _emitter(self, job: Job) -> Emit:
-        path = job_paths.written_by(job)
-        if path is None:
+        if not isinstance(job, SaveAdapterJob):
             return self._events.put
-        # Gradients are read again by the one who wrote them, and nobody needs them after a crash.
-        is_ephemeral, stays = getattr(job, "ephemeral", True), getattr(job, "for_sampling", True)
 
         def emit(event: Event) -> None:
             if isinstance(event, Done):
-                files = job_paths.parts(self._path(path))
+                files = job_paths.files_of(self._path(job.folder))
                 sizes = {name: file.stat().st_size for name, file in files}
-                self._events.put(WrittenOnNode(event, path, sizes, is_ephemeral, stays))
+                self._events.put(
+                    WrittenOnNode(event, job.folder, sizes, job.ephemeral, job.for_sampling)
+                )
             else:
                 self._events.put(event)
 
@@ -157,19 +156,17 @@ class EngineHost:
         return self._scratch / folder.lstrip("/")
 
     def _moved_here(self, job: Job) -> Job:
-        if (path := job_paths.written_by(job)) is not None:
-            self._path(path).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(job, SaveAdapterJob):
+            self._path(job.folder).parent.mkdir(parents=True, exist_ok=True)
         return job_paths.moved(job, self._path)
 
     def receive(self, path: str, sizes: dict[str, int], *pieces: Any) -> None:
-        """Write a folder or file of the server: the bytes of its files, one after the other."""
+        """Write a folder of the server: the bytes of its files, one after the other."""
         here = self._path(path)
         if here.exists():
             return
         aside = here.with_name(f".{here.name}.new")
-        here.parent.mkdir(parents=True, exist_ok=True)
-        if job_paths.WHOLE not in sizes:
-            aside.mkdir(exist_ok=True)
+        aside.mkdir(parents=True, exist_ok=True)
         left = list(pieces)
         for name, size in sizes.items():
             with (aside / name).open("wb") as out:

@@ -1,4 +1,4 @@
-"""Folders and files on their way to engines: read once, put into the object store once.
+"""Folders on their way to engines: read once, put into the object store once.
 
 Several engines need the same weights at about the same moment, so the last few folders are kept
 there; ray brings them from node to node.
@@ -34,7 +34,7 @@ class Parcels:
         self._kept: OrderedDict[str, asyncio.Task[Parcel]] = OrderedDict()
 
     async def get(self, path: str) -> Parcel:
-        """A folder's files, or a file, in the object store.
+        """A folder's files in the object store.
 
         Raises:
             EngineError: It is not on the disk.
@@ -50,7 +50,7 @@ class Parcels:
     def _pack(self, path: str) -> Parcel:
         parcel = Parcel({}, [])
         try:
-            for name, file in job_paths.parts(Path(path)):
+            for name, file in job_paths.files_of(Path(path)):
                 parcel.sizes[name] = file.stat().st_size
                 with file.open("rb") as stream:
                     while piece := stream.read(PIECE_BYTES):

@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import Any
 
 from tinkex.cluster.engine_host import Forget, Started, WrittenOnNode
-from tinkex.cluster.job_paths import WHOLE
 from tinkex.cluster.parcels import PIECE_BYTES, Parcels
 from tinkex.engine.folders import make_safe
 from tinkex.engine.heartbeat import Activity
@@ -77,16 +76,15 @@ class RemoteEngine:
         target = Path(written.path)
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-        is_file = WHOLE in written.sizes
         try:
             for name, size in written.sizes.items():
                 for start in range(0, max(size, 1), PIECE_BYTES):
                     piece = await self._ask("files", "read", written.path, name, start, PIECE_BYTES)
-                    await asyncio.to_thread(_append, aside / (name or target.name), piece)
+                    await asyncio.to_thread(_append, aside / name, piece)
             aside.chmod(0o755)
             if not written.is_ephemeral:
                 await asyncio.to_thread(make_safe, aside)
-            (aside / target.name if is_file else aside).rename(target)
+            aside.rename(target)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
 

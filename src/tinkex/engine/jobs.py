@@ -28,7 +28,7 @@ from tinkex.engine.metrics import Tally
 
 Array = NDArray[Any]
 LOOPBACK = "127.0.0.1"
-"""Where members of a meeting reach one that has no address, because it is on their machine."""
+"""Where ranks of a process group reach one that has no address, because it is on their machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,21 +196,13 @@ class ShareGradientJob(AdapterJob):
     """Put the gradients gathered here aside for all who share the adapter; none are left.
 
     An engine never waits for another one in its own thread. When all have put theirs aside, they
-    come together as files or in a meeting (`ReduceGradientJob`), and everyone takes the same step.
+    are added up beside it (`ReduceGradientJob`), and everyone takes the same step.
     """
-
-    file: str | None
-    """Where to; without any gradients there is a file too. None: they stay in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AddGradientJob(AdapterJob):
-    """Add what came together to what was gathered here."""
-
-    files: tuple[str, ...] = ()
-    """All who gathered something wrote one; they are added in the order given."""
-    reduced: bool = False
-    """The sum is here, from a `ReduceGradientJob`."""
+    """Gather the gradients that a `ReduceGradientJob` brought, in place of those put aside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,53 +211,58 @@ class GradientResult:
     size_bytes: int
 
 
-# ------------------------------------------------------------------------------------ meetings
+# ------------------------------------------------------------------------------ process groups
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingJob(Job):
-    """A job of a meeting with other engines, beside the engine's own thread."""
+class GroupJob(Job):
+    """A job of a process group with other engines, beside the engine's own thread."""
 
-    meeting_id: str
+    group_id: str
+    """Known to its ranks and the server alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenMeetingJob(MeetingJob):
-    """Hold a store open at which members on several machines find each other."""
+class OpenStoreJob(GroupJob):
+    """Hold a store open at which ranks on several machines find each other."""
 
     host: str
     """This machine's name for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinMeetingJob(MeetingJob):
-    """Come to a meeting with other engines; see `engine.exchange.meeting`."""
+class JoinGroupJob(GroupJob):
+    """Form a process group with other engines."""
 
     rank: int
     size: int
-    place: str
+    address: str
+    """`file:PATH`, or `tcp:HOST:PORT` of a store."""
     host: str
     timeout_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeaveMeetingJob(MeetingJob):
-    """Leave a meeting, and let go of its store."""
+class LeaveGroupJob(GroupJob):
+    """Leave a process group, and let go of its store."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceGradientJob(MeetingJob):
-    """Add up what all in a meeting have put aside. Changes nothing: `AddGradientJob` does.
+class ReduceGradientJob(GroupJob):
+    """Bring together what all ranks have put aside. Changes nothing: `AddGradientJob` does.
 
-    Runs beside the engine's own thread. Those of one meeting have one order for all in it.
+    Runs beside the engine's own thread, in the order in which jobs of the group were submitted,
+    which must be one for all ranks.
     """
 
     adapter_id: str
+    root: int | None = None
+    """The rank to bring all shards to, not added up; None: their sum goes to all."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeetingResult:
-    place: str
+class StoreResult:
+    address: str
     """Of a store that was opened."""
 
 
@@ -368,7 +365,7 @@ Result = (
     | TrainResult
     | OptimResult
     | GradientResult
-    | MeetingResult
+    | StoreResult
     | SampleResult
     | ModelInfo
 )

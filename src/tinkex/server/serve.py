@@ -294,18 +294,8 @@ def make_pool(config: ServerConfig) -> Pool:
         [make_worker(config, index, device, threads) for index, device in enumerate(devices)],
         exchange=config.data_dir / "exchange",
         deterministic=config.deterministic or config.engine_kind.splits_exactly,
-        meeting_timeout_s=_meeting_timeout_s(config),
+        meeting_timeout_s=config.meeting_timeout_s,
     )
-
-
-def _meeting_timeout_s(config: ServerConfig) -> float:
-    """The deadline of collectives between workers; 0 where gradients go through files.
-
-    A group of devices is one worker to the server and takes part in no other collective.
-    """
-    if not config.engine_kind.uses_devices or config.group_size > 1:
-        return 0.0
-    return config.meeting_timeout_s
 
 
 def _make_cluster_pool(config: ServerConfig) -> Pool:
@@ -320,7 +310,7 @@ def _make_cluster_pool(config: ServerConfig) -> Pool:
         start_timeout_s=config.worker_start_timeout_s,
         budget=Budget(turn_s=config.stuck_after_s),
         exchange=config.data_dir / "exchange",
-        meeting_timeout_s=_meeting_timeout_s(config),
+        meeting_timeout_s=config.meeting_timeout_s,
     )
     cluster = Cluster.connect(config.ray)
     try:

@@ -283,17 +283,20 @@ def test_experts_are_told_and_prescribed_as_on_one_device(pair, family, tmp_path
     assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"))
 
 
-def test_gradients_travel_between_groups_as_files(pair, tmp_path):
+def test_gradients_that_groups_share_are_whole(pair, tmp_path):
     """What two workers of a pool do at a step, when each of them is a group."""
     both = pair("qwen3_moe", torch.float64)
     start(both, tmp_path)
     load(both.group, tmp_path / "start", "b")
     train(both.group, job(data()), job(data(seed=1), adapter_id="b"))
-    files = []
     for name in "ab":
-        files.append(str(tmp_path / f"{name}.grad"))
-        both.group.share_gradient(jobs.ShareGradientJob(job_id="", adapter_id=name, file=files[-1]))
-    both.group.add_gradient(jobs.AddGradientJob(job_id="", adapter_id="a", files=tuple(files)))
+        both.group.share_gradient(jobs.ShareGradientJob(job_id="", adapter_id=name))
+    mine, theirs = (both.group.find(name).shared for name in "ab")
+    assert {len(grad) for grad in (*mine.shards.values(), *theirs.shards.values())} == {
+        mine.num_numbers
+    }
+    mine.brought = {shard: grad + theirs.shards[shard] for shard, grad in mine.shards.items()}
+    both.group.add_gradient(jobs.AddGradientJob(job_id="", adapter_id="a"))
     train(both.alone, job(data()), job(data(seed=1)))
     assert_same(state(both.alone, tmp_path / "one"), state(both.group, tmp_path / "two"))
 

@@ -175,7 +175,9 @@ def join(
             backend = _gloo(store, rank, size, limit, host)
     except RuntimeError as exc:  # torch's own DistErrors are
         cause = str(exc).splitlines()[0][-200:]
-        raise PeerLost(f"member {rank} of {size} found no meeting at {address}: {cause}") from exc
+        raise PeerLost(
+            f"member {rank} of {size} found no process group at {address}: {cause}"
+        ) from exc
     group = ProcessGroup(rank, size, device, timeout_s, backend, store, waits)
     group.all_reduce_max(torch.zeros(1, dtype=torch.int64, device=device))
     return group

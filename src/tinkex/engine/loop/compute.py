@@ -60,7 +60,7 @@ class Compute(Protocol):
         """Copy an adapter as it is now; what is returned writes the copy, on another thread."""
         ...
 
-    def meet(self, job: jobs.MeetingJob, emit: jobs.Emit) -> None:
+    def submit_to_group(self, job: jobs.GroupJob, emit: jobs.Emit) -> None:
         """Take part in a collective with other engines. Called by any thread, returns at once."""
         ...
 

@@ -83,8 +83,8 @@ class Loop:
     # ----------------------------------------------------------------------------- jobs.Engine
 
     def submit(self, job: jobs.Job, emit: jobs.Emit) -> None:
-        if isinstance(job, jobs.MeetingJob):
-            self.compute.meet(job, emit)
+        if isinstance(job, jobs.GroupJob):
+            self.compute.submit_to_group(job, emit)
             return
         with self._door:
             if not self._closed:

@@ -20,13 +20,17 @@ from tinkex.engine.optim.shards import tree_sum
 
 @dataclass(slots=True)
 class SharedGradients:
-    """Gradients that were put aside for all who share an adapter, until they are added up."""
+    """Gradients that were put aside for all who share an adapter, until they are added up.
+
+    All are whole, also where a group of devices holds the adapter: its leader has them then.
+    """
 
     shards: dict[int, Tensor] = field(default_factory=dict)
-    file: str = ""
-    """Where they lie as well."""
-    total: Tensor | None = None
-    """The sum of everybody's, if they met."""
+    """Those gathered here, by virtual shard."""
+    num_numbers: int = 0
+    """Of the whole adapter."""
+    brought: dict[int, Tensor] = field(default_factory=dict)
+    """By virtual shard, what the process group gave this engine to gather instead."""
 
 
 @dataclass(slots=True)
@@ -41,7 +45,7 @@ class ResidentAdapter:
     version: int = 0
     """Counts changes of the weights."""
     shared: SharedGradients = field(default_factory=SharedGradients)
-    """Between `share_gradient` and `add_gradient` a meeting's thread may use it as well."""
+    """Between `share_gradient` and `add_gradient` a process group's thread may use it as well."""
     twins: dict[int, Adapter] = field(default_factory=dict)
     """Where the gradients of shards go while they are computed side by side."""
 

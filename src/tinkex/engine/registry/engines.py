@@ -44,7 +44,7 @@ class EngineKind:
     check_settings: Callable[[str], None] | None = None
     """Refuses wrong settings behind the colon of `NAME:SETTINGS`; None: there are none."""
     uses_devices: bool
-    """Computes on GPUs, in groups of devices, and adds gradients up by collectives."""
+    """Computes on GPUs, and in groups of devices."""
     loads_models: bool
     """Base models are weights that have to be found. Otherwise any name is a base model."""
     custom_losses: bool

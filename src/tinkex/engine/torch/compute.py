@@ -12,14 +12,17 @@ from functools import partial
 import torch
 
 from tinkex.engine import jobs
+from tinkex.engine.all_reduce.process_groups import ProcessGroups
+from tinkex.engine.all_reduce.reduction import GradientReducer
 from tinkex.engine.checkpoint import reader, writer
 from tinkex.engine.checkpoint.snapshots import AdapterSnapshot, Snapshots, snapshot_room, version_of
+from tinkex.engine.collectives.process_group import open_store
 from tinkex.engine.device.backend import ops_for
-from tinkex.engine.exchange.meetings import Meetings
 from tinkex.engine.heartbeat import Heartbeat
 from tinkex.engine.loop.compute import Packing
 from tinkex.engine.numerics.memory_in_use import give_back
-from tinkex.engine.reports import attempt, safely
+from tinkex.engine.optim.resident import SharedGradients
+from tinkex.engine.reports import safely
 from tinkex.engine.sample.sampler import Sampler
 from tinkex.engine.torch.bases import Bases, describe
 from tinkex.engine.torch.config import EngineConfig
@@ -47,12 +50,13 @@ class TorchCompute:
             after_pass=after_pass,
             on_forgotten=self.snapshots.forget_base,
         )
-        self._meetings = Meetings(
-            self.device,
-            lambda adapter_id: self.bases.trainer_of(adapter_id).find(adapter_id),
-            attempt,
-            refusal="a group of devices meets no other worker" if config.group else "",
-        )
+        # The leader of a group of devices has whole gradients on the host, and adds them up there.
+        device = torch.device("cpu") if config.group else self.device
+        join = partial(GradientReducer.join, device, self._shared_of)
+        self._groups = ProcessGroups(join, open_store)
+
+    def _shared_of(self, adapter_id: str) -> SharedGradients:
+        return self.bases.trainer_of(adapter_id).find(adapter_id).shared
 
     def packing(self, adapter_id: str) -> Packing | None:
         base = self.bases.of(adapter_id)
@@ -106,8 +110,8 @@ class TorchCompute:
             self.snapshots.keep(trainer.base_model, job.folder, snapshot)
         return partial(_write, job, image, snapshot)
 
-    def meet(self, job: jobs.MeetingJob, emit: jobs.Emit) -> None:
-        self._meetings.submit(job, emit)
+    def submit_to_group(self, job: jobs.GroupJob, emit: jobs.Emit) -> None:
+        self._groups.submit(job, emit)
 
     # ------------------------------------------------------------------------------- sampling
 
@@ -135,7 +139,7 @@ class TorchCompute:
         give_back()
 
     def close(self) -> None:
-        self._meetings.close()
+        self._groups.close()
         self.snapshots.clear()
         self.bases.close()
 

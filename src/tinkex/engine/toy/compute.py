@@ -16,19 +16,20 @@ import numpy as np
 
 from tinkex.contract.models import MAX_RANK
 from tinkex.engine import jobs
-from tinkex.engine.exchange import gradient_file
+from tinkex.engine.all_reduce import sockets
+from tinkex.engine.all_reduce.process_groups import ProcessGroups
 from tinkex.engine.loop.compute import Packing
 from tinkex.engine.metrics import Tally
 from tinkex.engine.optim.shards import deal
-from tinkex.engine.reports import failure, tell
 from tinkex.engine.toy import checkpoint
 from tinkex.engine.toy.cache import Recent
 from tinkex.engine.toy.config import ToyConfig
 from tinkex.engine.toy.losses import evaluate
-from tinkex.engine.toy.model import ToyAdapter, pack_gradients, unpack_gradients
+from tinkex.engine.toy.model import ToyAdapter
+from tinkex.engine.toy.reducer import ToyReducer
 from tinkex.engine.toy.sampler import ToySampler
 from tinkex.engine.train.data import Limits, loss_of, read_datum
-from tinkex.errors import InvalidInputError, ModelNotFoundError, NotSupportedError
+from tinkex.errors import InvalidInputError, ModelNotFoundError
 
 
 class ToyCompute:
@@ -44,6 +45,7 @@ class ToyCompute:
         self._adapters: dict[str, ToyAdapter] = {}
         self._bases: dict[str, ToyAdapter] = {}
         self._sampler = ToySampler(config)
+        self._groups = ProcessGroups(partial(ToyReducer.join, self._adapter), sockets.open_store)
 
     def packing(self, adapter_id: str) -> Packing | None:
         return None
@@ -74,9 +76,8 @@ class ToyCompute:
                 raise AssertionError(f"a {type(job).__name__} is not run here")
         return jobs.AdapterResult()
 
-    def meet(self, job: jobs.MeetingJob, emit: jobs.Emit) -> None:
-        refusal = NotSupportedError("a toy meets nobody; its gradients go through files")
-        tell(emit, failure(job.job_id, refusal))
+    def submit_to_group(self, job: jobs.GroupJob, emit: jobs.Emit) -> None:
+        self._groups.submit(job, emit)
 
     def sampling(self) -> Sequence[ToySampler]:
         return (self._sampler,) if self._sampler.has_work else ()
@@ -89,7 +90,7 @@ class ToyCompute:
         """Keep everything."""
 
     def close(self) -> None:
-        """Hold nothing that has to be let go."""
+        self._groups.close()
 
     # --------------------------------------------------------------------------------- models
 
@@ -181,19 +182,14 @@ class ToyCompute:
     # ------------------------------------------------------------------------------- training
 
     def _share(self, job: jobs.ShareGradientJob) -> jobs.GradientResult:
-        assert job.file is not None, "a toy meets nobody"
-        began, adapter = time.perf_counter(), self._adapter(job.adapter_id)
-        size_bytes = gradient_file.write(job.file, pack_gradients(adapter.grads))
-        adapter.grads = {}
-        return jobs.GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
+        adapter = self._adapter(job.adapter_id)
+        adapter.share()
+        return jobs.GradientResult(seconds=0.0, size_bytes=adapter.shared_bytes)
 
     def _add(self, job: jobs.AddGradientJob) -> jobs.GradientResult:
-        began, adapter, size_bytes = time.perf_counter(), self._adapter(job.adapter_id), 0
-        for file in job.files:
-            arrays = gradient_file.read(file)
-            size_bytes += sum(array.nbytes for array in arrays.values())
-            for shard, grad in unpack_gradients(arrays).items():
-                adapter.gather(shard, grad)
+        began, adapter = time.perf_counter(), self._adapter(job.adapter_id)
+        size_bytes = adapter.shared_bytes
+        adapter.add_brought()
         return jobs.GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
     def train(self, together: Sequence[jobs.TrainJob]) -> list[jobs.TrainResult]:

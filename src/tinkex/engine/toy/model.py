@@ -101,6 +101,10 @@ class ToyAdapter:
         self._rows: dict[int, Row] = {}
         self.grads: Gradients = {}
         """Gathered since the last step."""
+        self.shared: Gradients = {}
+        """Put aside for all who share the adapter."""
+        self.brought: list[Gradients] = []
+        """Put aside by each of those who share it, when they came together."""
 
     # -------------------------------------------------------------------------------- reading
 
@@ -168,6 +172,22 @@ class ToyAdapter:
         grad = self.grads.setdefault(shard, {})
         for cell, value in more.items():
             grad[cell] = grad.get(cell, 0.0) + value
+
+    def share(self) -> None:
+        """Put what was gathered aside; none is left."""
+        self.shared, self.grads = self.grads, {}
+
+    def add_brought(self) -> None:
+        """Gather what came together in place of what was put aside."""
+        for grads in self.brought:
+            for shard, grad in grads.items():
+                self.gather(shard, grad)
+        self.shared, self.brought = {}, []
+
+    @property
+    def shared_bytes(self) -> int:
+        """About what was put aside: a number and its two ids for each cell."""
+        return sum(24 * len(grad) for grad in self.shared.values())
 
     def _sum_gradients(self) -> None:
         """Put the gathered gradients into the table; cells that are new come in their own order."""

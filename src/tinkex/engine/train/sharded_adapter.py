@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from tinkex.engine.lora.adapter import (
 )
 from tinkex.engine.model.sharding import ModelShards, Pieces, put, take
 from tinkex.engine.numerics.ops import Ops
+from tinkex.engine.optim.shards import NUM_SHARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,17 @@ class AdapterShards:
                 self._parameters.append(_Parameter(shape, dim, pieces, owner))
 
     @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the whole parameters."""
-        return [parameter.shape for parameter in self._parameters]
+    def whole_size(self) -> int:
+        """Numbers of a buffer of the whole adapter's layout."""
+        return self._whole_layout[1]
+
+    @cached_property
+    def _whole_layout(self) -> tuple[Layout, int]:
+        return lay_out([parameter.shape for parameter in self._parameters])
+
+    def take_whole_apart(self, flat: Tensor) -> list[Tensor]:
+        """A buffer of the whole adapter's layout, parameter by parameter."""
+        return take_apart(flat, self._whole_layout[0])
 
     def layout(self, rank: int) -> tuple[Layout, int]:
         return lay_out([p.shape_at(rank) for p in self._at(rank)])
@@ -153,6 +163,29 @@ class ShardedAdapter(Adapter):
         """Whole tensors on the host, for the leader; nothing for the others."""
         flats = self._group.gather(self._padded(flat))
         return self.shards.joined([flat.cpu() for flat in flats]) if flats else []
+
+    def join_flat(self, flat: Tensor) -> Tensor:
+        """A buffer of the whole adapter's layout on the leader's host; empty for the others."""
+        tensors = self.join(flat)
+        whole = torch.zeros(self.shards.whole_size if self._group.leads else 0)
+        if not self._group.leads:
+            return whole
+        for view, tensor in zip(self.shards.take_whole_apart(whole), tensors, strict=True):
+            view.copy_(tensor)
+        return whole
+
+    def shard_flat(self, whole: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """The inverse, for all ranks: each one's shards of buffers that the leader has."""
+        device = self._group.device
+        has = torch.tensor([int(s in whole) for s in range(NUM_SHARDS)], device=device)
+        grads: dict[int, Tensor] = {}
+        for shard in self._group.broadcast(has).nonzero().flatten().tolist():
+            flat = torch.empty(self.shards.whole_size, device=device)
+            if self._group.leads:
+                flat.copy_(whole[shard])
+            flat = self._group.broadcast(flat)
+            grads[shard] = self.fold_whole(self.shards.take_whole_apart(flat))
+        return grads
 
     def join_for_all(self, flat: Tensor) -> list[Tensor]:
         return self.shards.joined(self._group.all_gather(self._padded(flat)))

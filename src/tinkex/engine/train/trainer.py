@@ -26,7 +26,6 @@ from torch import Tensor
 from tinkex.contract.optimizers import check_params
 from tinkex.engine.checkpoint import reader, writer
 from tinkex.engine.collectives.group import made_on_every_rank, on_every_rank
-from tinkex.engine.exchange import gradient_file
 from tinkex.engine.jobs import (
     AddGradientJob,
     CreateAdapterJob,
@@ -313,77 +312,32 @@ class Trainer:
 
     @on_every_rank
     def share_gradient(self, job: ShareGradientJob) -> GradientResult:
-        """Put what was gathered here aside, in memory or in a file."""
+        """Put what was gathered here aside, whole."""
         began = time.perf_counter()
         resident = self.find(job.adapter_id)
-        if resident.grads or resident.shared.file:  # else a meeting failed, and they are there yet
-            resident.shared, resident.grads = SharedGradients(resident.grads), {}
-        shared, size_bytes = resident.shared, 0
-        if job.file is not None:
-            size_bytes = self._write_gradients(job.file, resident.adapter, shared.shards)
-            shared.file = job.file
+        adapter, grads = resident.adapter, resident.grads
+        num_numbers = adapter.flat.numel()
+        if isinstance(adapter, ShardedAdapter):
+            # Groups of any size may share an adapter: what travels between them is whole.
+            grads = {shard: adapter.join_flat(grad) for shard, grad in grads.items()}
+            num_numbers = adapter.shards.whole_size
+        resident.shared, resident.grads = SharedGradients(grads, num_numbers), {}
+        size_bytes = sum(grad.nbytes for grad in grads.values())
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
 
     @on_every_rank
     def add_gradient(self, job: AddGradientJob) -> GradientResult:
-        """Add what came together: file by file, or the sum that a meeting made."""
+        """Gather what the process group brought."""
         began = time.perf_counter()
         resident = self.find(job.adapter_id)
-        size_bytes = 0
-        if job.reduced and resident.shared.total is not None:
-            resident.gather(0, resident.shared.total)
-        for file in job.files:
-            # Those that were written here are here still.
-            is_mine = file == resident.shared.file
-            read = (
-                resident.shared.shards if is_mine else self._read_gradients(file, resident.adapter)
-            )
-            for shard, grad in read.items():
-                resident.gather(shard, grad)
-                size_bytes += grad.nbytes
+        adapter, brought = resident.adapter, resident.shared.brought
+        if isinstance(adapter, ShardedAdapter):
+            brought = adapter.shard_flat(brought)
+        for shard, grad in brought.items():
+            resident.gather(shard, grad)
         resident.shared = SharedGradients()
+        size_bytes = sum(grad.nbytes for grad in brought.values())
         return GradientResult(seconds=time.perf_counter() - began, size_bytes=size_bytes)
-
-    def _write_gradients(self, file: str, adapter: Adapter, grads: Mapping[int, Tensor]) -> int:
-        if isinstance(adapter, ShardedAdapter):
-            # Several groups may share an adapter: their files hold whole gradients.
-            joined = {shard: adapter.join(grad) for shard, grad in grads.items()}
-            if not self.group.leads:
-                return 0
-            parts = {
-                f"{shard}.{at}": tensor.numpy()
-                for shard, tensors in joined.items()
-                for at, tensor in enumerate(tensors)
-            }
-            return gradient_file.write(file, parts)
-        arrays = {str(shard): grad.cpu().numpy() for shard, grad in grads.items()}
-        return gradient_file.write(file, arrays)
-
-    def _read_gradients(self, file: str, adapter: Adapter) -> dict[int, Tensor]:
-        """By shard, in the adapter's layout."""
-        if isinstance(adapter, ShardedAdapter):
-            return self._read_sharded(file, adapter)
-        grads = {
-            int(shard): torch.from_numpy(array).to(self.decoder.device)
-            for shard, array in gradient_file.read(file).items()
-        }
-        for grad in grads.values():
-            if grad.shape != adapter.flat.shape:
-                raise EngineError(f"gradients of shape {grad.shape} do not fit the adapter")
-        return grads
-
-    def _read_sharded(self, file: str, adapter: ShardedAdapter) -> dict[int, Tensor]:
-        shards: dict[int, dict[int, Tensor]] = {}
-        for name, array in gradient_file.read(file).items():
-            shard, at = map(int, name.split("."))
-            shards.setdefault(shard, {})[at] = torch.from_numpy(array)
-        grads: dict[int, Tensor] = {}
-        for shard, tensors in shards.items():
-            whole = [tensors[at] for at in range(len(tensors))]
-            if [tuple(t.shape) for t in whole] != adapter.shards.shapes:
-                raise EngineError("gradients of another adapter do not fit this one")
-            grads[shard] = adapter.fold_whole(whole)
-        return grads
 
     def _run(self, tasks: Sequence[TrainTask]) -> Gathered:
         """All passes; when the memory of a rank runs out, once more in pieces an eighth the size.

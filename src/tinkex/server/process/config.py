@@ -91,7 +91,7 @@ class ServerConfig:
     group_timeout_s: float = 120.0
     """A group is started again when a member keeps the others waiting for longer."""
     meeting_timeout_s: float = 30.0
-    """Workers that add up gradients wait for each other so long, then use files; 0: only files."""
+    """Workers that share a run wait for each other's gradients so long; 0: none share a run."""
     ray: str = ""
     """`auto` or `HOST:PORT` of a Ray cluster: workers run on its nodes, one a GPU."""
     access_log: bool = False

@@ -45,9 +45,9 @@ class PoolPlan:
     start_timeout_s: float = 300.0
     budget: Budget = field(default_factory=Budget)
     exchange: Path | None = None
-    """Where members' gradients meet, on the server's disk; None: passes are never split."""
-    meeting_timeout_s: float = 0.0
-    """How long members wait for each other when gradients go from node to node; 0: they do not."""
+    """A folder on the server's disk for adapters that members share; None: none is shared."""
+    meeting_timeout_s: float = 30.0
+    """How long members that share an adapter wait for each other; 0: none is shared."""
 
 
 class Survey:

@@ -3,7 +3,7 @@
 An adapter begins on one member, its leader. When splitting a pass would save more time than it
 costs, both measured, the leader's state is saved aside and loaded by others, which share the
 adapter from then on: every pass is split (`splitting`), each member gathers the gradients of its
-part, and a step has two rounds. First the gradients come together (`gradient_exchange`); when all
+part, and a step has two rounds. First the gradients come together (`gradient_groups`); when all
 have them, each adds them, in one order, and takes the same step. No engine's thread ever waits for
 another one, so none can hang with another; one that hangs is ended by its own watchdog.
 
@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 from tinkex.engine.jobs import (
+    AddGradientJob,
     CreateAdapterJob,
     DropAdapterJob,
     GradientResult,
@@ -41,7 +42,7 @@ from tinkex.engine.jobs import (
 from tinkex.engine.optim.shards import NUM_SHARDS
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.fairness.backlog import Backlog
-from tinkex.server.workers.gradient_exchange import Brought, Exchange, raise_worst
+from tinkex.server.workers.gradient_groups import Brought, GradientGroups, raise_worst
 from tinkex.server.workers.lease import Answer, Lease, chain, fail, ignore, lost, new_id
 from tinkex.server.workers.splitting import JobPart, joined, part_of, renumbered, split
 from tinkex.server.workers.step_times import StepTimes
@@ -77,7 +78,7 @@ class PlacementState(Enum):
 class Shared:
     """Settings and measurements that the placements of a pool have in common."""
 
-    exchange: Exchange | None
+    groups: GradientGroups | None
     """How members' gradients come together; None: passes are never split."""
     deterministic: bool
     with_model: Callable[[str], Sequence[Worker]]
@@ -230,7 +231,7 @@ class Placement:
         helpers = self._shared.with_model(self.base_model)
         if len(self.leases) == 1 and not helpers:
             return alone
-        if self._shared.exchange is None or (token_s := self._token_s(job.backward)) is None:
+        if self._shared.groups is None or (token_s := self._token_s(job.backward)) is None:
             return alone
         loads = [float(backlog.of(lease.worker)) for lease in self.leases]
         parts = split(costs, loads, pins if exact else None)
@@ -329,14 +330,16 @@ class Placement:
         if self._num_alone >= ALONE_STEPS and self._gathered.keys() <= {self.leader}:
             self._be_alone()
             return self._step_alone(job)
-        brought = await self._bring(holders)
-        added = [lease.post(brought.job()) for lease in self.leases] if holders else []
+        brought, added = Brought(), list[Answer]()
+        if holders:
+            brought, added = await self._bring()
         stepped = [
             lease.post(replace(job, job_id=f"{job.job_id}/{index}" if index else job.job_id))
             for index, lease in enumerate(self.leases)
         ]
         self._gathered = {}
-        return asyncio.create_task(self._stepped(brought, added, stepped, began))
+        is_shared = len(holders) > 1
+        return asyncio.create_task(self._stepped(brought, is_shared, added, stepped, began))
 
     def _step_alone(self, job: OptimJob, on_event: OnEvent | None = None) -> Answer:
         """A step of the leader, which has all gradients: nothing to add up, nothing to bring."""
@@ -357,20 +360,20 @@ class Placement:
     async def _stepped(
         self,
         brought: Brought,
+        is_shared: bool,
         added: Sequence[Answer],
         stepped: Sequence[Answer],
         began: float,
     ) -> Result:
         ends = await asyncio.gather(*added, *stepped, return_exceptions=True)
-        await brought.remove()
         self._raise_worst(ends)
         result = next(end for end in ends if isinstance(end, OptimResult))
-        transfer_s, reduce_s = brought.transfer_s, brought.reduce_s
+        transfer_s, reduce_s = brought
         reduce_s += max((e.seconds for e in ends if isinstance(e, GradientResult)), default=0.0)
         compute_s = float(result.metrics.get("optim_time_s:sum", 0.0))
         took_s = time.perf_counter() - began
         wait_s = max(0.0, took_s - transfer_s - reduce_s - compute_s)
-        if brought.num_holders > 1:
+        if is_shared:
             self._reduce_s += RECENT * (transfer_s + reduce_s - self._reduce_s)
         spent = {"compute": compute_s, "wait": wait_s, "reduce": reduce_s, "transfer": transfer_s}
         self._shared.seconds.update(spent)
@@ -382,41 +385,43 @@ class Placement:
     async def _save(self, job: SaveAdapterJob, on_event: OnEvent | None) -> Answer:
         """Bring all gradients to the leader, which saves them with the rest."""
         leader = self.leader
-        holders = [lease for lease in self.leases[1:] if lease in self._gathered]
-        brought = await self._bring(holders, to_leader=True)
-        added = leader.post(brought.job())
+        _, added = await self._bring(to=leader)
         saved = leader.post(job, on_event)
         self._gathered = {leader: set().union(*self._gathered.values())}
-        return asyncio.create_task(self._saved(brought, added, saved))
+        return asyncio.create_task(self._saved(added, saved))
 
-    async def _saved(self, brought: Brought, added: Answer, saved: Answer) -> Result:
-        ends = await asyncio.gather(added, saved, return_exceptions=True)
-        await brought.remove()
-        self._raise_worst(ends[:1])
+    async def _saved(self, added: Sequence[Answer], saved: Answer) -> Result:
+        ends = await asyncio.gather(*added, saved, return_exceptions=True)
+        self._raise_worst(ends[:-1])
         return await saved
 
-    async def _bring(self, holders: Sequence[Lease], *, to_leader: bool = False) -> Brought:
-        """Bring gradients to all members; or to the leader, shard by shard and not added up."""
-        exchange = self._shared.exchange
-        assert exchange is not None
+    async def _bring(self, to: Lease | None = None) -> tuple[Brought, list[Answer]]:
+        """Bring gradients to all members; or to one, shard by shard and not added up.
+
+        The answers are those of the jobs that gather them there.
+        """
+        groups, leases = self._shared.groups, list(self.leases)
+        assert groups is not None
         try:
-            if to_leader:
-                return await exchange.bring_files(self._adapter_id, holders)
-            return await exchange.bring(self._adapter_id, self.leases, holders)
+            brought = await groups.bring(self._adapter_id, leases, to)
         except EngineError:
             self.give_up()
             raise
+        jobs = [AddGradientJob(job_id=new_id(), adapter_id=self._adapter_id) for _ in leases]
+        return brought, [lease.post(job) for lease, job in zip(leases, jobs, strict=True)]
 
     # ------------------------------------------------------------------------ who shares it
 
     def _not_here(self, helpers: Sequence[Worker]) -> list[Worker]:
-        here = [lease.worker for lease in self.leases]
-        return [m for m in helpers if m not in here and Lease.of(m) not in self._unfit]
+        here, groups = [lease.worker for lease in self.leases], self._shared.groups
+        assert groups is not None
+        new = [member for member in helpers if member not in here]
+        return [m for m in new if (key := Lease.of(m)) not in self._unfit and groups.may_join(key)]
 
     def _invite(self, new: Sequence[Worker]) -> None:
         """Have more members share the adapter."""
-        assert self._shared.exchange is not None
-        folder = str(self._shared.exchange.folder / f"{secrets.token_hex(8)}-join")
+        assert self._shared.groups is not None
+        folder = str(self._shared.groups.folder / f"{secrets.token_hex(8)}-join")
         job = SaveAdapterJob(
             job_id=new_id(),
             adapter_id=self._adapter_id,

@@ -28,7 +28,7 @@ from tinkex.engine.jobs import (
     SampleJob,
 )
 from tinkex.errors import EngineError, WorkerLostError
-from tinkex.server.workers.gradient_exchange import Exchange
+from tinkex.server.workers.gradient_groups import GradientGroups
 from tinkex.server.workers.lease import Lease, lost
 from tinkex.server.workers.placement import Placement, Shared
 from tinkex.server.workers.sample_routing import Router
@@ -53,19 +53,22 @@ class Pool:
         name: str = "the pool",
         exchange: Path | None = None,
         deterministic: bool = False,
-        meeting_timeout_s: float = 0.0,
+        meeting_timeout_s: float = 30.0,
     ) -> None:
         """`exchange` is a folder that all members reach; without it no pass is split.
 
         Args:
-            meeting_timeout_s: See `Exchange`.
+            meeting_timeout_s: How long members that add up gradients wait for each other; 0: no
+                pass is split.
         """
         if not members:
             raise ValueError("a pool needs at least one member")
         self.name = name if len(members) > 1 else members[0].name
         self.members = list(members)
-        self.exchange = None if exchange is None else Exchange(exchange, meeting_timeout_s)
-        self._shared = Shared(self.exchange, deterministic, self._with_model)
+        self.groups: GradientGroups | None = None
+        if exchange is not None and meeting_timeout_s > 0:
+            self.groups = GradientGroups(exchange, meeting_timeout_s)
+        self._shared = Shared(self.groups, deterministic, self._with_model)
         self._placements: dict[str, Placement] = {}
         self._loaded: dict[tuple[Lease, str], bool] = {}  # base models by member: asked for, there
         self._router = Router()
@@ -142,8 +145,8 @@ class Pool:
 
     async def start(self) -> None:
         self._is_started = True
-        if self.exchange is not None:
-            await asyncio.to_thread(_make_empty, self.exchange.folder)
+        if self.groups is not None:
+            await asyncio.to_thread(_make_empty, self.groups.folder)
         for member in self.members:
             await member.start()
 
@@ -179,7 +182,7 @@ class Pool:
             return self._router.post(job, self._with_model(job.base_model) or ready, on_event)
         if isinstance(job, DescribeModelJob | LoadModelJob):
             return ready[0].post(job, on_event)
-        assert isinstance(job, AdapterJob), "members meet each other, not the pool"
+        assert isinstance(job, AdapterJob), "members form process groups, not the pool"
         return self.place(job.adapter_id).post(job, on_event)
 
     def cancel(self, job_id: str) -> None:

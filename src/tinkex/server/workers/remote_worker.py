@@ -56,7 +56,6 @@ class RemoteWorker(SupervisedWorker):
         self._activity = Activity()
         self._end_text = "did not start"
         self._reading: dict[str, tuple[str, ...]] = {}
-        self._read_once: set[str] = set()
         self._brought: OrderedDict[str, asyncio.Task[None]] = OrderedDict()
         self._last_of: dict[str, asyncio.Task[None]] = {}
         self._errands: set[asyncio.Task[None]] = set()
@@ -68,7 +67,6 @@ class RemoteWorker(SupervisedWorker):
         self._brought.clear()
         self._last_of.clear()
         self._reading.clear()
-        self._read_once.clear()
         self._end_text = "is gone"
         try:
             self._engine = engine = await self._start_engine()
@@ -160,11 +158,7 @@ class RemoteWorker(SupervisedWorker):
             self._take(event)
 
     def _forget(self, job_id: str, future: asyncio.Future[Result]) -> None:
-        paths = self._reading.pop(job_id, ())
-        if job_id in self._read_once:
-            self._read_once.discard(job_id)
-            for path in paths:
-                self._drop(path)
+        self._reading.pop(job_id, None)
         super()._forget(job_id, future)
 
     # ------------------------------------------------------------------------ files
@@ -175,8 +169,6 @@ class RemoteWorker(SupervisedWorker):
         paths = job_paths.reads(job)
         if paths:
             self._reading[job.job_id] = paths
-        if job_paths.is_read_once(job):
-            self._read_once.add(job.job_id)
         for path in paths:
             task = self._brought.get(path)
             if task is None or (task.done() and (task.cancelled() or task.exception())):

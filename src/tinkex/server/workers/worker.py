@@ -10,12 +10,12 @@ A member of a pool is a `Worker`. What makes a member on another machine:
   fail with `WorkerLostError`; nothing is posted twice by itself.
 - It is told jobs in an order and gives those of one adapter to its engine in that order. Jobs of
   several adapters, and samples, need no order between them.
-- What a job names by path (a checkpoint's folder, a file with gradients) lies on the disk of the
+- What a job names by path (a checkpoint's folder) lies on the disk of the
   server. A member elsewhere brings what a job reads before it hands the job to its engine, and
   brings back what the engine wrote before it says that the job is done. Folders and files never
   change under their name, so each travels once. `content_sha256` in a folder's `tinkex.json`
   says what was written; engines compute it from what they read, and refuse a folder that differs.
-- It waits for no other member but in a process group (`gradient_exchange`), which has a deadline
+- It waits for no other member but in a process group (`gradient_groups`), which has a deadline
   and a thread of its own: the pool asks each member and waits with the patience of its watchdog, so
   that a member that hangs is ended and the others go on.
 """

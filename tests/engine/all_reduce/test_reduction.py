@@ -1,4 +1,4 @@
-"""Members that join get the sum that one member would get, to the bit, or an error in time.
+"""Ranks of a process group get the sum that one would get, to the bit, or an error in time.
 
 Members are threads of this process here, each with its own end of a real gloo meeting.
 """
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from tinkex.engine.all_reduce import reduction
+from tinkex.engine.all_reduce.reduction import PartialSum, collect, parts_of, reduce
 from tinkex.engine.collectives.process_group import PeerLost, ProcessGroup, join, open_store
-from tinkex.engine.exchange import reduction
-from tinkex.engine.exchange.reduction import PartialSum, parts_of, reduce
 from tinkex.engine.optim.shards import NUM_SHARDS, tree_sum
 from tinkex.errors import EngineError
 
@@ -74,30 +74,37 @@ def test_the_sum_has_the_bits_of_one_member_whoever_has_what(
     before = {shard: grad.clone() for shard, grad in grads.items()}
     expected = tree_sum(grads, torch.add)
     mine = dealt(grads, places, size)
-    like = torch.empty(LENGTH)
-    sums = together(size, f"file:{tmp_path / 's'}", lambda m: reduce(m, mine[m.rank], like))
+    sums = together(size, f"file:{tmp_path / 's'}", lambda m: reduce(m, mine[m.rank], LENGTH))
     for total in sums:
-        assert torch.equal(total, expected)
+        assert torch.equal(total[0], expected)
     assert all(torch.equal(grads[shard], before[shard]) for shard in grads), "a failure costs none"
 
 
 def test_shards_that_are_missing_and_members_with_nothing_change_no_bit(tmp_path: Path) -> None:
     grads = {shard: grad for shard, grad in gradients().items() if shard in (1, 2, 6)}
     mine = [{}, {6: grads[6]}, {1: grads[1], 2: grads[2]}]
-    like = torch.empty(LENGTH)
-    sums = together(3, f"file:{tmp_path / 's'}", lambda m: reduce(m, mine[m.rank], like))
+    sums = together(3, f"file:{tmp_path / 's'}", lambda m: reduce(m, mine[m.rank], LENGTH))
     for total in sums:
-        assert torch.equal(total, tree_sum(grads, torch.add))
-    nothing = together(2, f"file:{tmp_path / 't'}", lambda m: reduce(m, {}, like))
-    assert nothing == [None, None]
+        assert torch.equal(total[0], tree_sum(grads, torch.add))
+    nothing = together(2, f"file:{tmp_path / 't'}", lambda m: reduce(m, {}, LENGTH))
+    assert nothing == [{}, {}]
 
 
 def test_without_shards_members_are_added_in_their_order(tmp_path: Path) -> None:
     grads = gradients(3, 2)
-    like = torch.empty(2)
-    sums = together(3, f"file:{tmp_path / 's'}", lambda m: reduce(m, {0: grads[m.rank]}, like))
+    sums = together(3, f"file:{tmp_path / 's'}", lambda m: reduce(m, {0: grads[m.rank]}, 2))
     for total in sums:
-        assert torch.equal(total, grads[0] + grads[1] + grads[2])
+        assert torch.equal(total[0], grads[0] + grads[1] + grads[2])
+
+
+def test_shards_are_collected_at_one_member_as_they_were_gathered(tmp_path: Path) -> None:
+    grads = gradients(5)
+    mine = [{0: grads[0], 3: grads[1]}, {0: grads[2]}, {3: grads[3], 7: grads[4]}]
+    ends = together(3, f"file:{tmp_path / 's'}", lambda m: collect(m, mine[m.rank], LENGTH, 1))
+    assert ends[0] == ends[2] == {}
+    expected = {0: grads[0] + grads[2], 3: grads[1] + grads[3], 7: grads[4]}
+    assert ends[1].keys() == expected.keys()
+    assert all(torch.equal(ends[1][shard], grad) for shard, grad in expected.items())
 
 
 def test_only_sums_of_whole_subtrees_travel() -> None:
@@ -116,8 +123,7 @@ def test_only_sums_of_whole_subtrees_travel() -> None:
 
 
 def test_gradients_of_two_adapters_are_refused_by_all(tmp_path: Path) -> None:
-    likes = [torch.empty(4), torch.empty(5)]
-    ends = together(2, f"file:{tmp_path / 's'}", lambda m: reduce(m, {}, likes[m.rank]))
+    ends = together(2, f"file:{tmp_path / 's'}", lambda m: reduce(m, {}, 4 + m.rank))
     assert [type(end) for end in ends] == [EngineError, EngineError]
     assert all("[4, 5]" in str(end) for end in ends)
 
@@ -125,8 +131,8 @@ def test_gradients_of_two_adapters_are_refused_by_all(tmp_path: Path) -> None:
 def test_members_find_each_other_at_an_address() -> None:
     store, place = open_store("127.0.0.1")
     grads = gradients(2)
-    sums = together(2, place, lambda m: reduce(m, {m.rank: grads[m.rank]}, torch.empty(LENGTH)))
-    assert all(torch.equal(total, grads[0] + grads[1]) for total in sums)
+    sums = together(2, place, lambda m: reduce(m, {m.rank: grads[m.rank]}, LENGTH))
+    assert all(torch.equal(total[0], grads[0] + grads[1]) for total in sums)
     del store
 
 
@@ -140,7 +146,7 @@ def test_a_member_that_does_not_come_costs_the_others_their_patience_and_no_more
             over.wait(100)  # it hangs
             return None
         try:
-            return reduce(meeting, {0: torch.ones(LENGTH)}, torch.empty(LENGTH))
+            return reduce(meeting, {0: torch.ones(LENGTH)}, LENGTH)
         finally:
             over.set()
 
@@ -153,7 +159,7 @@ def test_a_member_that_leaves_is_noticed_at_once(tmp_path: Path) -> None:
     def work(meeting: ProcessGroup) -> Any:
         if meeting.rank:
             return None
-        return reduce(meeting, {0: torch.ones(LENGTH)}, torch.empty(LENGTH))
+        return reduce(meeting, {0: torch.ones(LENGTH)}, LENGTH)
 
     lost, _ = together(2, f"file:{tmp_path / 's'}", work, timeout_s=60)
     assert isinstance(lost, PeerLost)
@@ -161,5 +167,5 @@ def test_a_member_that_leaves_is_noticed_at_once(tmp_path: Path) -> None:
 
 
 def test_a_meeting_that_nobody_else_joins_is_given_up(tmp_path: Path) -> None:
-    with pytest.raises(PeerLost, match="member 0 of 2 found no meeting"):
+    with pytest.raises(PeerLost, match="member 0 of 2 found no process group"):
         join(0, 2, CPU, f"file:{tmp_path / 's'}", timeout_s=0.5)
