@@ -55,13 +55,13 @@ def write_whole(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What an engine of ours wrote about a folder; empty for folders from elsewhere."""
+    """The manifest that an engine of ours wrote into a folder; empty for folders from elsewhere."""
     for name in MANIFESTS:
         try:
-            found = json.loads((folder / name).read_bytes())
+            manifest = json.loads((folder / name).read_bytes())
         except (OSError, ValueError, RecursionError):
             continue
-        return found if isinstance(found, dict) else {}
+        return manifest if isinstance(manifest, dict) else {}
     return {}
 
 

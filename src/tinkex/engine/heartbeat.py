@@ -1,4 +1,4 @@
-"""What an engine's thread is doing, for a watchdog that looks from outside.
+"""The activity of an engine's thread, for a watchdog that looks from outside.
 
 The thread says what it works on before it begins, because a thread that hangs says nothing more,
 and counts its turns: a training pass, a decode step, a small job. It writes to memory that the
@@ -33,7 +33,7 @@ MEASURE_EVERY = 8
 
 
 class Activity(NamedTuple):
-    """One look at an engine."""
+    """The state of an engine at one look."""
 
     num_turns: int = 0
     is_busy: bool = False

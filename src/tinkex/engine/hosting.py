@@ -1,8 +1,8 @@
-"""What a process with an engine says of itself, and how it takes work.
+"""Messages between a server and a process that hosts an engine.
 
-Three kinds of processes use these words: a worker behind a socket (`server/workers/child.py`), an
+Three kinds of processes use them: a worker behind a socket (`server/workers/child.py`), an
 actor on a node of a cluster (`cluster/engine_host.py`), and a member of a group, which has a part
-of an engine and takes calls instead of jobs (`group/follower.py`). How the words travel is theirs.
+of an engine and takes calls instead of jobs (`group/follower.py`). How messages travel is theirs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """It exists and takes work."""
+    """The process exists and takes work."""
 
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """It cannot run with these settings; starting it again would not help."""
+    """The engine cannot run with these settings; starting it again would not help."""
 
     text: str
 

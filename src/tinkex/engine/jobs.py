@@ -1,9 +1,10 @@
-"""What a server asks of compute, and what compute answers.
+"""Jobs of an engine, the events that it answers with, and the `Engine` itself.
 
-Frozen dataclasses over numpy and nothing else: they are pickled between our own processes. They
-are made by code that has already validated the request against the wire contract; an engine
-validates again only what needs the model (vocabulary, context length, adapter existence) and
-answers a user's mistake with `Failed(category="user")`, changing no state.
+Frozen dataclasses over numpy and nothing else: they are pickled between our own processes. The
+server has validated a request against the wire contract before it makes a job of it. An engine may
+be used without a server, so it checks data again as it reads them: names, shapes, finite numbers,
+vocabulary and context length (`train.data.read_datum`, `sample.checks`). A user's mistake ends in
+`Failed(category="user")` and changes no state.
 
 `Engine` is the synchronous heart of one worker process. Order: jobs of one `adapter_id` run in the
 order they were submitted. Training jobs of different adapters that wait together may share one

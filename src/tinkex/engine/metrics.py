@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """How far trainer and sampler disagree over some tokens; gap = logp - q."""
+    """Distances between trainer and sampler over some tokens; gap = logp - q."""
 
     sum_abs: float
     max_abs: float
@@ -63,7 +63,7 @@ class RouterCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """What the metrics of a pass, or of a part of it, are made of."""
+    """Counts and sums that the metrics of a pass, or of a part of it, are made of."""
 
     losses: tuple[float, ...] = ()
     sums: Mapping[str, float] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from tinkex.engine import jobs
 
 
 class Packing(NamedTuple):
-    """How training jobs of an adapter fill a pass: jobs of equal packing may share one."""
+    """The passes of an adapter's training jobs: jobs of equal packing may share one."""
 
     base_model: str
     max_tokens: int

@@ -66,7 +66,7 @@ class Loop:
         self._lanes = Lanes()
         self._turns = FairShare({_TRAIN: train_share, _SAMPLE: 1 - train_share})
         self._saves = Saves(name)
-        # A SimpleQueue: a Condition between reader and engine costs 10 us more at every small job.
+        # Not a Condition and a deque: those cost more at every small job (dev/LOG.md, 2026-11-16).
         self._inbox: SimpleQueue[_Entry] = SimpleQueue()
         self._door = threading.Lock()
         self._closed = False

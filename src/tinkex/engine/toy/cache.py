@@ -1,4 +1,4 @@
-"""What the toy engine remembers of earlier jobs, within a limit: a prefix cache and snapshots.
+"""Memory of earlier jobs, within a limit: a prefix cache and snapshots.
 
 Both forget what was used longest ago, as the real engine does under memory pressure. Knows keys and
 values, not what they stand for.

@@ -19,7 +19,7 @@ from tinkex.errors import InvalidInputError
 
 
 class Evaluated(NamedTuple):
-    """What became of one datum."""
+    """The loss of one datum, its slopes and metrics."""
 
     logp: F
     loss: float
@@ -39,8 +39,8 @@ def evaluate(
         name, done = CUSTOM, _evaluate_custom(loss, logp, inputs)
     else:
         floats = {name: value.astype(np.float64) for name, value in inputs.items()}
-        name, found = loss.name, loss_and_slopes(loss.name, logp, floats, config)
-        done = Evaluated(logp, *found, gaps=_gaps(logp, floats))
+        name, valued = loss.name, loss_and_slopes(loss.name, logp, floats, config)
+        done = Evaluated(logp, *valued, gaps=_gaps(logp, floats))
     if not math.isfinite(done.loss):
         raise InvalidInputError(f"loss {name} is {done.loss}; look at logprobs and weights")
     return done
@@ -58,7 +58,7 @@ def loss_and_slopes(
 
 
 def _gaps(logp: F, inputs: Arrays) -> tuple[Gap, ...]:
-    """How far the sampler's logprobs are from these, over the tokens that a sampler produced."""
+    """The distance of the sampler's logprobs from these, over the tokens that it produced."""
     if logp.ndim != 1 or "logprobs" not in inputs:
         return ()
     gap = (logp - inputs["logprobs"])[sampled(inputs)]

@@ -46,7 +46,10 @@ def _biased(row: Row, job: DrawSettings) -> NDArray[np.float64]:
 
 
 def draw(row: Row, job: DrawSettings, u: float) -> tuple[int, float, NDArray[np.float64] | None]:
-    """One token, its logprob, and the distribution where it was made. Greedy reports T = 1."""
+    """Draw a token; gives it, its logprob, and the distribution where it was made.
+
+    Greedy sampling reports logprobs at T = 1.
+    """
     if job.temperature == 0:
         if job.logit_bias:
             logprobs_V = log_softmax(_biased(row, job))
