@@ -45,7 +45,7 @@ def test_the_page_names_every_call(walk: dict[str, Any], way: str):
     assert {(f, n) for f, n in calls if not re.search(rf"`{f}:\s+(\w+\.)?{n}`", PAGE)} == set()
 
 
-def test_a_datum_takes_four_forms(walk: dict[str, Any]):
+def test_a_datum_takes_four_forms_before_it_is_in_the_engine(walk: dict[str, Any]):
     """The message, on both sides; the bytes of the body; protobuf's view of them; arrays."""
     assert walk["forms"] == [
         "tinkex.engine.jobs.TrainDatum",

@@ -88,8 +88,8 @@ async def test_a_refused_request_is_remembered_without_its_body(app_world: AppWo
         headers={"content-type": "application/x-protobuf"},
     )
     assert refused.status_code == 400
-    (lane,) = app_world.service.lanes
-    answer = lane.inbox._taken[1].accepted.result()
+    (inbox,) = app_world.service._inboxes.values()
+    answer = inbox._taken[1].accepted.result()
     assert isinstance(answer, Exception)
     assert answer.__traceback__ is None
     assert answer.__context__ is None

@@ -59,8 +59,8 @@ async def test_a_gap_in_an_old_journal_ends_at_once(tmp_path: Path) -> None:
     async with open_app(tmp_path) as world:  # the lane restores its state across the hole
         done = (await world.step(model, FAR + 1)).json()
         assert (await world.result(done))["metrics"]["step:max"] == 1.0
-        lane = world.service._lanes[model]
-        assert lane._applied_seq == FAR + 1
+        lane = world.service.find_lane(model)
+        assert lane.queue.numbers.applied == FAR + 1
 
 
 async def test_after_the_last_number_a_request_without_one_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from wire_client import PROTO, loss_of, train_body
 from tinkex.errors import InvalidInputError
 from tinkex.server.fairness.gate import FairGate
 from tinkex.server.work.flights import Flights
+from tinkex.server.work.futures import Outcome
 from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.queued_request import QueuedRequest
@@ -90,7 +91,7 @@ async def test_a_gap_is_the_reason_of_waiting_and_then_an_error(tmp_path: Path) 
         assert poll.status_code == 408
         assert "waiting for seq_id 1" in poll.json()["queue_state_reason"]
         assert poll.json()["queue_state"] == "paused_capacity"
-        world.service._lanes[model]._fail_gap()  # ten minutes have passed
+        world.service.find_lane(model)._fail_gap()  # ten minutes have passed
         failed = await world.result(waiting)
         assert failed["category"] == "user"
         assert "seq_id 1, 2" in failed["error"]
@@ -185,17 +186,17 @@ async def test_bodies_beyond_the_bound_wait_in_the_journal(
     app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client may queue more than fits in memory; order and results stay the same."""
-    monkeypatch.setattr("tinkex.server.work.lane.MAX_HELD_BYTES", 200)
+    monkeypatch.setattr("tinkex.server.work.request_queue.MAX_HELD_BYTES", 200)
     model = await app_world.model()
     numbers = list(range(2, 12))
     promises = [(await app_world.train(model, n, list(range(n)))).json() for n in numbers]
-    lane = app_world.service._lanes[model]
-    assert sum(request.spilled for request in lane._requests.values()) > 5
-    assert lane._held_bytes <= 400
+    lane = app_world.service.find_lane(model)
+    assert sum(request.spilled for request in lane.queue.in_order()) > 5
+    assert lane.queue._held_bytes <= 400
     await app_world.train(model, 1, TOKENS)
     losses = [loss_of(await app_world.result(promise)) for promise in promises]
     assert len(set(losses)) == len(numbers)
-    assert lane._held_bytes == 0
+    assert lane.queue._held_bytes == 0
 
 
 async def test_large_results_leave_the_memory_and_can_still_be_fetched(
@@ -248,7 +249,7 @@ async def test_a_request_that_cannot_run_lets_nobody_overtake_those_before_it() 
         on_ended=lambda: None,
     )
     await workers.training.acquire("ben", 1.0)
-    for number, job in enumerate(("first", "second", InvalidInputError("no"), "last")):
+    for number, job in enumerate(("first", "second", Outcome(error="no", category="user"), "last")):
         flights.send(QueuedRequest(number), job)  # type: ignore[arg-type]
     for _ in range(10):  # whoever may stand in line does
         await asyncio.sleep(0)

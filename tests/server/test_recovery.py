@@ -102,7 +102,7 @@ async def test_a_silent_session_is_parked_and_comes_back_by_itself(tmp_path: Pat
     async with open_app(tmp_path / "parked") as world:
         model = await world.model()
         await train_steps(world, model, 1, 4)
-        lane = world.service._lanes[model]
+        lane = world.service.find_lane(model)
         while not lane.is_idle:  # a snapshot may follow the last answer; busy lanes are not parked
             await asyncio.sleep(0.01)
         await world.service.park_session(model.split(":")[0])
@@ -116,7 +116,7 @@ async def test_a_snapshot_bounds_the_replay_and_old_ones_go(tmp_path: Path) -> N
     async with open_app(tmp_path, snapshot_every_ops=4) as world:
         model = await world.model()
         await train_steps(world, model, 1, 10)
-        lane = world.service._lanes[model]
+        lane = world.service.find_lane(model)
         while not lane.is_idle:
             await asyncio.sleep(0.01)
         await lane._state.snapshot_ended()
@@ -155,7 +155,7 @@ async def test_a_snapshot_that_was_due_when_the_worker_died_is_not_made_of_older
         worker._process.kill()  # type: ignore[union-attr]
         while worker.generation == generation or not worker.is_ready:
             await asyncio.sleep(0.01)
-        world.service._lanes[model]._snapshot_due = True
+        world.service.find_lane(model)._snapshot_due = True
         await train_steps(world, model, 7, 1)
     async with open_app(tmp_path / "killed") as world:
         assert await train_steps(world, model, 9, 2) == expected
@@ -164,7 +164,7 @@ async def test_a_snapshot_that_was_due_when_the_worker_died_is_not_made_of_older
 async def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
     async with open_app(tmp_path, snapshot_every_ops=4) as world:
         model = await world.model()
-        state = world.service._lanes[model]._state
+        state = world.service.find_lane(model)._state
         adopt, gate = state._adopt, asyncio.Event()
 
         async def adopt_later(*args: Any) -> None:
@@ -190,7 +190,7 @@ async def test_a_worker_that_dies_with_a_snapshot_under_way_costs_a_replay(tmp_p
         tmp_path / "killed", snapshot_every_ops=4, engine="toy:latency_s=0.05"
     ) as world:
         model = await world.model()
-        state, worker = world.service._lanes[model]._state, world.service.workers.pool.members[0]
+        state, worker = world.service.find_lane(model)._state, world.service.workers.pool.members[0]
         begin, killed_at = state.begin_snapshot, []
 
         async def begin_and_die(seq_id: int) -> None:
@@ -279,7 +279,7 @@ async def test_a_worker_that_dies_in_the_middle_of_a_replay_costs_no_state(tmp_p
     async with open_app(tmp_path / "killed", engine="toy:latency_s=0.2") as world:
         model = await world.model()
         await train_steps(world, model, 1, 7)
-        worker, lane = world.service.workers.pool.members[0], world.service._lanes[model]
+        worker, lane = world.service.workers.pool.members[0], world.service.find_lane(model)
         worker._process.kill()  # type: ignore[attr-defined]
         last = asyncio.create_task(train_steps(world, model, 15, 1))
         num_kills = 0

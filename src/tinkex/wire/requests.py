@@ -29,6 +29,7 @@ class Opened:
     """A body that was parsed and not judged yet."""
 
     endpoint: Endpoint
+    """Of the request that it is, which is not always the one it was sent to."""
     content: bytes
     body: Any
     """The content as a dict, or as a protobuf message."""
@@ -74,7 +75,9 @@ def open_body(name: str, content: bytes, content_type: str | None = JSON) -> Ope
         return Opened(endpoint, content, json_codec.loads_object(content or b"{}"))
     if name not in PASSES:
         raise WireError(f"{name} is sent as JSON, got {short(content_type)}")
-    return Opened(endpoint, content, proto_requests.parse(content))
+    message = proto_requests.parse(content)
+    # The way back of `encode`: a forward pass travels to /forward_backward under a flag.
+    return Opened(ENDPOINTS["forward"] if message.forward_only else endpoint, content, message)
 
 
 def encode(

@@ -278,7 +278,7 @@ async def test_folders_without_a_row_go_to_quarantine_and_others_stay(world: Wor
     world.store.sampling.create(
         rows.sampling(folder=world.shelf.folders.name(listed), ephemeral=True)
     )
-    world.shelf.abandon(listed)
+    world.shelf.end_writing(listed)
     saving = world.shelf.new_folder(checkpoints.parse_path(PATH))
     aside = saving.with_name(f".{saving.name}-x1y2")
     strays = [

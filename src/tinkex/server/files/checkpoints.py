@@ -90,7 +90,7 @@ class Shelf:
             try:
                 await self.depot.fetch(name)
             finally:
-                self.abandon(folder)
+                self.end_writing(folder)
         return folder
 
     def new_folder(self, path: TinkerPath) -> Path:
@@ -138,20 +138,20 @@ class Shelf:
         if self.depot is not None:
             await self.depot.put(checkpoint.folder)
         replaced = await self._store.call(self._store.checkpoints.put, checkpoint)
-        self.abandon(self.folders.path(checkpoint.folder))
+        self.end_writing(self.folders.path(checkpoint.folder))
         self._store.usage.add([_saved(checkpoint)])
         action = "checkpoint_saved" if replaced is None else "checkpoint_overwritten"
         self.log(checkpoint.user_id, action, checkpoint.path, size_bytes=checkpoint.size_bytes)
         if replaced is not None:
             await self.remove_deleted()
 
-    def abandon(self, folder: Path) -> None:
+    def end_writing(self, folder: Path) -> None:
         """Nobody writes there any more; when no row points at it by now, it is a stray."""
         self._in_progress.discard(str(folder))
 
-    def discard(self, folder: Path) -> asyncio.Task[None]:
-        """A save failed: clear what it left, because a full disk may be the reason."""
-        self.abandon(folder)
+    def remove_failed(self, folder: Path) -> asyncio.Task[None]:
+        """Remove what a failed save left, because a full disk may be the reason it failed."""
+        self.end_writing(folder)
         task = asyncio.create_task(self._clear(folder))
         self._clearing.add(task)
         task.add_done_callback(self._clearing.discard)
@@ -164,7 +164,7 @@ class Shelf:
         try:
             yield folder
         except BaseException as failed:
-            clearing = self.discard(folder)
+            clearing = self.remove_failed(folder)
             if isinstance(failed, Exception):  # before anyone is told
                 await asyncio.shield(clearing)
             raise

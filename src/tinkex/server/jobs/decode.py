@@ -32,11 +32,11 @@ class TrainRequest:
 
 
 def train_request(request: Pass) -> TrainRequest:
-    given = request.input
-    config = given.loss_fn_config or {}
+    inputs = request.input
+    config = inputs.loss_fn_config or {}
     return TrainRequest(
-        data=tuple(_datum(index, datum) for index, datum in enumerate(given.data)),
-        loss_fn=given.loss_fn,
+        data=tuple(_datum(index, datum) for index, datum in enumerate(inputs.data)),
+        loss_fn=inputs.loss_fn,
         loss_fn_config={k: v if isinstance(v, str) else float(v) for k, v in config.items()},
     )
 

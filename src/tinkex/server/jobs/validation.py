@@ -109,10 +109,10 @@ def _check_vocabulary(tokens: Array, path: str, info: ModelInfo | None) -> None:
 
 def lora_spec(config: LoraConfig | None, seed: int) -> dict[str, Any]:
     """The fields of a `LoraSpec` as asked for, `seed` filling in for one not given."""
-    given = config or LoraConfig(rank=DEFAULT_RANK)
-    spec = given.model_dump() | {
-        "seed": seed if given.seed is None else given.seed,
-        "alpha": DEFAULT_ALPHA if given.alpha is None else given.alpha,
+    wanted = config or LoraConfig(rank=DEFAULT_RANK)
+    spec = wanted.model_dump() | {
+        "seed": seed if wanted.seed is None else wanted.seed,
+        "alpha": DEFAULT_ALPHA if wanted.alpha is None else wanted.alpha,
     }
     if not any(spec[f"train_{part}"] for part in ("attn", "mlp", "unembed")):
         raise InvalidInputError(
@@ -126,17 +126,17 @@ def optimizer_config(config: OptimizerConfigBase) -> dict[str, Any]:
     return {"type": config.type}
 
 
-def optimizer_params(asked: OptimStepRequest, model_type: str) -> OptimizerParams:
+def optimizer_params(request: OptimStepRequest, model_type: str) -> OptimizerParams:
     """The parameters of an optim_step, complete and checked against the model's optimizer."""
-    given = asked.optim_params.model_dump()
-    kind = given.get("type", "adamw")
+    params = request.optim_params.model_dump()
+    kind = params.get("type", "adamw")
     find_optimizer(kind, "optimizer_params.type")
     if kind != model_type:
         raise InvalidInputError(
             f"the model was created with {model_type}, these are parameters of {kind}",
             path="optim_params",
         )
-    return read_params(kind, given, "optim_params")
+    return read_params(kind, params, "optim_params")
 
 
 def check_graph(inputs: list[dict[str, Any]], graph: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ def check_traced_work(loss: TracedLoss, data: Sequence[TrainDatum]) -> None:
 
 
 def sample_job(
-    asked: SampleRequest,
+    request: SampleRequest,
     *,
     job_id: str = "",
     base_model: str,
@@ -168,9 +168,9 @@ def sample_job(
     stream: bool = False,
 ) -> SampleJob:
     """A checked job."""
-    prompt = decode.tokens_of(asked.prompt, "prompt")
+    prompt = decode.tokens_of(request.prompt, "prompt")
     check_tokens(prompt, "prompt", info)
-    params = asked.sampling_params
+    params = request.sampling_params
     stop_tokens, stop_strings = read_stop(params.stop, "sampling_params.stop")
     job = SampleJob(
         job_id=job_id,
@@ -179,12 +179,12 @@ def sample_job(
         prompt=prompt,
         stop_tokens=stop_tokens,
         stop_strings=stop_strings,
-        target_prompt_logprobs=_prompt_targets(asked, len(prompt), info),
+        target_prompt_logprobs=_prompt_targets(request, len(prompt), info),
         stream=stream,
         tenant=tenant,
         # In range already: the fields of the messages are those that `contract` declares.
         **{name: getattr(params, name) for name in _DRAW},
-        **{name: getattr(asked, name) or default for name, default in _OPTIONS.items()},
+        **{name: getattr(request, name) or default for name, default in _OPTIONS.items()},
     )
     if info is not None:
         check_vocabulary(job, info.vocab_size, "sampling_params")
@@ -192,7 +192,7 @@ def sample_job(
             routed_experts.require(info.experts, info.base_model, ROUTED_EXPERTS)
     _check_last_n(job)
     _check_room(job, info)
-    if asked.record_stability_info:
+    if request.record_stability_info:
         raise NotSupportedError(
             "stability records are not kept by this server; leave it false.",
             path="record_stability_info",
@@ -250,12 +250,12 @@ def _check_last_n(job: SampleJob) -> None:
 
 
 def _prompt_targets(
-    asked: SampleRequest, num_tokens: int, info: ModelInfo | None
+    request: SampleRequest, num_tokens: int, info: ModelInfo | None
 ) -> Array | CsrArray | None:
-    if asked.target_prompt_logprobs is None:
+    if request.target_prompt_logprobs is None:
         return None
     path = "target_prompt_logprobs"
-    targets = decode.array_of(asked.target_prompt_logprobs)
+    targets = decode.array_of(request.target_prompt_logprobs)
     values = targets.values if isinstance(targets, CsrArray) else targets
     if values.dtype.kind != "i" or len(targets.shape) != 2 or targets.shape[0] != num_tokens - 1:
         raise InvalidInputError(

@@ -39,7 +39,7 @@ CREATION = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a new model is, its seed drawn: a replay must give the same adapter."""
+    """The adapter and optimizer of a new model, its seed drawn: a replay gives the same adapter."""
 
     lora: dict[str, Any]
     optimizer_config: dict[str, Any]
@@ -64,27 +64,27 @@ class CreateModel(Operation[Shape]):
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Shape:
         return _shape(opened.read(), int(model.lora["seed"]))
 
-    def pack(self, opened: Opened, asked: Shape) -> bytes:
-        return canonical({"lora": asked.lora, "optimizer_config": asked.optimizer_config})
+    def pack(self, opened: Opened, checked: Shape) -> bytes:
+        return canonical({"lora": checked.lora, "optimizer_config": checked.optimizer_config})
 
     def unpack(self, body: bytes, model: Model) -> Shape:
         return Shape(**orjson.loads(body))
 
-    async def job(self, asked: Shape, turn: OperationRun) -> CreateAdapterJob:
+    async def job(self, checked: Shape, run: OperationRun) -> CreateAdapterJob:
         return CreateAdapterJob(
-            job_id=turn.job_id,
-            adapter_id=turn.model.model_id,
-            base_model=self.deps.catalog.resolve(turn.model.base_model),
-            lora=LoraSpec(**asked.lora),
-            optimizer=str(asked.optimizer_config.get("type", "adamw")),
-            base_fingerprint=turn.model.base_fingerprint or "",
+            job_id=run.job_id,
+            adapter_id=run.model.model_id,
+            base_model=self.deps.catalog.resolve(run.model.base_model),
+            lora=LoraSpec(**checked.lora),
+            optimizer=str(checked.optimizer_config.get("type", "adamw")),
+            base_fingerprint=run.model.base_fingerprint or "",
         )
 
     async def conclude(
-        self, asked: Shape, turn: OperationRun, job: Job, result: Result
+        self, checked: Shape, run: OperationRun, job: Job, result: Result
     ) -> Conclusion:
-        model = replace(turn.model, lora=asked.lora, optimizer_config=asked.optimizer_config)
-        if model != turn.model:  # a crash came between the rows of an earlier request like this
+        model = replace(run.model, lora=checked.lora, optimizer_config=checked.optimizer_config)
+        if model != run.model:  # a crash came between the rows of an earlier request like this
             await _set_shape(self.deps, model)
         assert isinstance(result, AdapterResult)
         if result.base_fingerprint:
@@ -103,8 +103,8 @@ class Loading:
     """The folder that the path meant when the request was accepted."""
     reader: str = ""
     """The owner of an access token that came with it; empty without one."""
-    found: Checkpoint | None = None
-    """The checkpoint, once its turn came."""
+    checkpoint: Checkpoint | None = None
+    """As it is listed when the turn of the request has come; not in the journal."""
 
 
 class LoadWeights(Operation[Loading]):
@@ -123,20 +123,20 @@ class LoadWeights(Operation[Loading]):
         return canonical({"path": opened.fields.get("path"), "optimizer": optimizer})
 
     async def new_model(self, request: LoadWeightsRequest, user: User) -> Model:
-        found = await self._readable(request, user)
-        base_model = request.base_model or found.base_model
-        config = found.optimizer_config
+        checkpoint = await self._readable(request, user)
+        base_model = request.base_model or checkpoint.base_model
+        config = checkpoint.optimizer_config
         if request.optimizer_config is not None:
             config = validation.optimizer_config(request.optimizer_config)
-        return _new_model(request, user, base_model, found.lora, dict(config))
+        return _new_model(request, user, base_model, checkpoint.lora, dict(config))
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Loading:
         request: LoadWeightsRequest = opened.read()
-        found = await self._readable(request, user)
-        self._check_fit(found, model.base_model, request.optimizer)
+        checkpoint = await self._readable(request, user)
+        self._check_fit(checkpoint, model.base_model, request.optimizer)
         token = request.weights_access_token
         reader = (await self.deps.user_of(token)).user_id if token else ""
-        return Loading(request.path, request.optimizer, found.folder, reader)
+        return Loading(request.path, request.optimizer, checkpoint.folder, reader)
 
     async def _readable(self, request: LoadWeightsRequest, user: User) -> Checkpoint:
         token = request.weights_access_token
@@ -146,66 +146,70 @@ class LoadWeights(Operation[Loading]):
         except ApiError as exc:
             raise InvalidInputError(str(exc), path="path") from exc
 
-    def _check_fit(self, found: Checkpoint, base_model: str, optimizer: bool) -> None:
+    def _check_fit(self, checkpoint: Checkpoint, base_model: str, optimizer: bool) -> None:
         resolve = self.deps.catalog.resolve
-        if resolve(found.base_model) != resolve(base_model):
+        if resolve(checkpoint.base_model) != resolve(base_model):
             raise InvalidInputError(
-                f"{found.path} was trained on {found.base_model!r}, the model is {base_model!r}",
+                f"{checkpoint.path} was trained on {checkpoint.base_model!r}, "
+                f"the model is {base_model!r}",
                 path="path",
             )
-        if found.kind == "external_weights":
+        if checkpoint.kind == "external_weights":
             raise InvalidInputError(
-                f"{found.path} is an export; load from weights/ or sampler_weights/", path="path"
+                f"{checkpoint.path} is an export; load from weights/ or sampler_weights/",
+                path="path",
             )
-        if optimizer and not found.has_optimizer:
+        if optimizer and not checkpoint.has_optimizer:
             raise InvalidInputError(
-                f"{found.path} holds no optimizer state; load it without, or save with save_state.",
+                f"{checkpoint.path} holds no optimizer state; load it without, "
+                "or save with save_state.",
                 path="optimizer",
             )
 
-    def pack(self, opened: Opened, asked: Loading) -> bytes:
+    def pack(self, opened: Opened, checked: Loading) -> bytes:
         names = ("path", "optimizer", "version", "reader")
-        return canonical({name: getattr(asked, name) for name in names})
+        return canonical({name: getattr(checked, name) for name in names})
 
     def unpack(self, body: bytes, model: Model) -> Loading:
         return Loading(**orjson.loads(body))
 
-    async def job(self, asked: Loading, turn: OperationRun) -> LoadAdapterJob:
+    async def job(self, checked: Loading, run: OperationRun) -> LoadAdapterJob:
         store, shelf = self.deps.store, self.deps.shelf
-        asked.found = await store.call(store.checkpoints.get, asked.path)
-        if asked.found is None:
-            raise InvalidInputError(f"{asked.path} was deleted before it was loaded", path="path")
-        self._check_access(asked, asked.found, turn.model.user_id)
+        checkpoint = await store.call(store.checkpoints.get, checked.path)
+        if checkpoint is None:
+            raise InvalidInputError(f"{checked.path} was deleted before it was loaded", path="path")
+        self._check_access(checked, checkpoint, run.model.user_id)
+        checked.checkpoint = checkpoint
         return LoadAdapterJob(
-            job_id=turn.job_id,
-            adapter_id=turn.model.model_id,
-            base_model=self.deps.catalog.resolve(turn.model.base_model),
-            folder=str(await shelf.at_hand(asked.found.folder)),
-            with_optimizer=asked.optimizer,
+            job_id=run.job_id,
+            adapter_id=run.model.model_id,
+            base_model=self.deps.catalog.resolve(run.model.base_model),
+            folder=str(await shelf.at_hand(checkpoint.folder)),
+            with_optimizer=checked.optimizer,
         )
 
-    def _check_access(self, asked: Loading, found: Checkpoint, user_id: str) -> None:
-        """What was readable when the request came may be another's secret when its turn comes.
+    def _check_access(self, checked: Loading, checkpoint: Checkpoint, user_id: str) -> None:
+        """Refuse a checkpoint that may no longer be read when the turn of its request comes.
 
         One's own path means what it holds now: the save before may have replaced it.
         """
-        if found.user_id == user_id:
+        if checkpoint.user_id == user_id:
             return
-        if not (found.public or found.user_id == asked.reader):
-            raise InvalidInputError(f"{asked.path} is no longer shared with you", path="path")
-        if asked.version and found.folder != asked.version:
+        if not (checkpoint.public or checkpoint.user_id == checked.reader):
+            raise InvalidInputError(f"{checked.path} is no longer shared with you", path="path")
+        if checked.version and checkpoint.folder != checked.version:
             raise InvalidInputError(
-                f"{asked.path} was replaced before it was loaded; load it again", path="path"
+                f"{checked.path} was replaced before it was loaded; load it again", path="path"
             )
 
     async def conclude(
-        self, asked: Loading, turn: OperationRun, job: Job, result: Result
+        self, checked: Loading, run: OperationRun, job: Job, result: Result
     ) -> Conclusion:
         """The run now has the shape of the checkpoint, whatever it was created with."""
-        assert asked.found is not None
-        model = replace(turn.model, lora=asked.found.lora)
+        assert checked.checkpoint is not None
+        model = replace(run.model, lora=checked.checkpoint.lora)
         await _set_shape(self.deps, model)
-        answer = {"path": asked.path, "model_id": model.model_id, "type": self.name}
+        answer = {"path": checked.path, "model_id": model.model_id, "type": self.name}
         return Conclusion(outcome=json_outcome(answer), model=model)
 
 

@@ -29,22 +29,22 @@ class OptimStep(Operation[OptimizerParams]):
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> OptimizerParams:
         return validation.optimizer_params(opened.read(), _kind(model))
 
-    def pack(self, opened: Opened, asked: OptimizerParams) -> bytes:
+    def pack(self, opened: Opened, checked: OptimizerParams) -> bytes:
         return self.identity(opened)
 
     def unpack(self, body: bytes, model: Model) -> OptimizerParams:
         fields = orjson.loads(body) | {"model_id": model.model_id}
         return validation.optimizer_params(json_codec.read(OptimStepRequest, fields), _kind(model))
 
-    async def job(self, asked: OptimizerParams, turn: OperationRun) -> OptimJob:
-        return OptimJob(job_id=turn.job_id, adapter_id=turn.model.model_id, params=asked)
+    async def job(self, checked: OptimizerParams, run: OperationRun) -> OptimJob:
+        return OptimJob(job_id=run.job_id, adapter_id=run.model.model_id, params=checked)
 
     async def conclude(
-        self, asked: OptimizerParams, turn: OperationRun, job: Job, result: Result
+        self, checked: OptimizerParams, run: OperationRun, job: Job, result: Result
     ) -> Conclusion:
         assert isinstance(result, OptimResult)
-        rate = float(getattr(asked, "learning_rate", 0.0))
-        await self.deps.curves.stepped(turn.model.model_id, result.metrics, rate)
+        rate = float(getattr(checked, "learning_rate", 0.0))
+        await self.deps.curves.stepped(run.model.model_id, result.metrics, rate)
         payload = encode.metrics_json(result.metrics)
         return Conclusion(outcome=Outcome(kind="json", payload=payload))
 

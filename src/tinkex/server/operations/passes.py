@@ -21,17 +21,17 @@ from tinkex.wire.requests import Opened
 PROTO_BODY, JSON_BODY = b"P", b"J"
 
 
-def _weight_of(asked: TrainRequest) -> float | None:
-    """What the loss is divided by to be one of a token, where weights may have any scale.
+def _weight_of(checked: TrainRequest) -> float | None:
+    """The sum that a loss is divided by to be the loss of a token, whatever scale its weights have.
 
     Users who weigh each of n tokens by 1/n have divided the loss by n already; to divide by the
     number of tokens once more would show a loss n times too small.
     """
-    loss = LOSSES.get(asked.loss_fn)
+    loss = LOSSES.get(checked.loss_fn)
     if loss is None or not loss.weighs_itself:
         return None
     total = 0.0
-    for datum in asked.data:
+    for datum in checked.data:
         weights = datum.inputs[WEIGHTS.name]
         stored = weights.values if isinstance(weights, CsrArray) else weights
         total += float(np.abs(stored).sum())
@@ -51,38 +51,38 @@ class Forward(Operation[TrainRequest]):
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> TrainRequest:
         info = await self.deps.catalog.info(model.base_model)
-        asked = await off_loop(len(opened.content), self._judge, opened, info)
-        if (loss := await self._custom_loss(asked, user.user_id)) is not None:
-            await asyncio.to_thread(validation.check_traced_work, loss, asked.data)
-        return asked
+        checked = await off_loop(len(opened.content), self._judge, opened, info)
+        if (loss := await self._custom_loss(checked, user.user_id)) is not None:
+            await asyncio.to_thread(validation.check_traced_work, loss, checked.data)
+        return checked
 
     def _judge(self, opened: Opened, info: ModelInfo | None) -> TrainRequest:
-        asked = train_request(opened.read())
-        validation.check_train(asked, info)
-        return asked
+        checked = train_request(opened.read())
+        validation.check_train(checked, info)
+        return checked
 
-    def pack(self, opened: Opened, asked: TrainRequest) -> bytes:
+    def pack(self, opened: Opened, checked: TrainRequest) -> bytes:
         return self.identity(opened)
 
     def unpack(self, body: bytes, model: Model) -> TrainRequest:
         kind = PROTOBUF if body[:1] == PROTO_BODY else JSON
         return train_request(self.open(body[1:], kind).read())
 
-    async def job(self, asked: TrainRequest, turn: OperationRun) -> TrainJob:
+    async def job(self, checked: TrainRequest, run: OperationRun) -> TrainJob:
         return TrainJob(
-            job_id=turn.job_id,
-            adapter_id=turn.model.model_id,
-            data=asked.data,
-            loss_fn=asked.loss_fn,
-            loss_fn_config=asked.loss_fn_config,
+            job_id=run.job_id,
+            adapter_id=run.model.model_id,
+            data=checked.data,
+            loss_fn=checked.loss_fn,
+            loss_fn_config=checked.loss_fn_config,
             backward=self.changes_state,
-            custom_loss=await self._custom_loss(asked, turn.model.user_id),
+            custom_loss=await self._custom_loss(checked, run.model.user_id),
         )
 
-    async def _custom_loss(self, asked: TrainRequest, user_id: str) -> TracedLoss | None:
-        if asked.loss_fn != "custom":
+    async def _custom_loss(self, checked: TrainRequest, user_id: str) -> TracedLoss | None:
+        if checked.loss_fn != "custom":
             return None
-        loss_id = str(asked.loss_fn_config["loss_id"])
+        loss_id = str(checked.loss_fn_config["loss_id"])
         store = self.deps.store
         loss = await store.call(store.sampling.get_loss, loss_id)
         if loss is None or loss.user_id != user_id:
@@ -94,10 +94,10 @@ class Forward(Operation[TrainRequest]):
         return TracedLoss(inputs=inputs, graph=loss.graph)
 
     async def conclude(
-        self, asked: TrainRequest, turn: OperationRun, job: Job, result: Result
+        self, checked: TrainRequest, run: OperationRun, job: Job, result: Result
     ) -> Conclusion:
         assert isinstance(result, TrainResult)
-        model = turn.model
+        model = run.model
         used = UsageCount(
             kind=self.usage_kind,
             count=result.num_tokens,
@@ -105,14 +105,14 @@ class Forward(Operation[TrainRequest]):
             session_id=model.session_id,
             model_id=model.model_id,
             base_model=model.base_model,
-            project_id=turn.project_id,
-            key_id=turn.key_id,
+            project_id=run.project_id,
+            key_id=run.key_id,
         )
         if self.changes_state:
-            size = sum(datum.tokens.nbytes for datum in asked.data)
-            weight = await off_loop(size, _weight_of, asked)
+            size = sum(datum.tokens.nbytes for datum in checked.data)
+            weight = await off_loop(size, _weight_of, checked)
             await self.deps.curves.passed(model.model_id, result.metrics, weight)
-            await self.deps.rollouts.trained(model.user_id, model.model_id, asked.data)
+            await self.deps.rollouts.trained(model.user_id, model.model_id, checked.data)
         outcome = Outcome(kind="train", payload=encode.train_payload(result))
         return Conclusion(outcome=outcome, usage=(used,))
 
@@ -122,7 +122,3 @@ class ForwardBackward(Forward):
 
     name = "forward_backward"
     usage_kind: UsageKind = "training"
-
-    def kind_of(self, opened: Opened) -> str:
-        is_forward = opened.is_protobuf and opened.body.forward_only
-        return Forward.name if is_forward else self.name

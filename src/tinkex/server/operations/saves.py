@@ -78,24 +78,24 @@ class SaveWeights(Operation[Save]):
             path="age_encryption_recipients",
         )
 
-    def pack(self, opened: Opened, asked: Save) -> bytes:
-        return canonical(asdict(asked))
+    def pack(self, opened: Opened, checked: Save) -> bytes:
+        return canonical(asdict(checked))
 
     def unpack(self, body: bytes, model: Model) -> Save:
         return Save(**orjson.loads(body))
 
-    async def job(self, asked: Save, turn: OperationRun) -> SaveAdapterJob | Outcome:
-        assert asked.path is not None
-        path, shelf = parse_path(asked.path), self.deps.shelf
-        done = await shelf.admit(path, overwrite=asked.overwrite, request_id=turn.request_id)
+    async def job(self, checked: Save, run: OperationRun) -> SaveAdapterJob | Outcome:
+        assert checked.path is not None
+        path, shelf = parse_path(checked.path), self.deps.shelf
+        done = await shelf.admit(path, overwrite=checked.overwrite, request_id=run.request_id)
         if done is not None:  # before a crash
-            return self._saved(asked.path, done.size_bytes)
-        return self._job(shelf.new_folder(path), turn)
+            return self._saved(checked.path, done.size_bytes)
+        return self._job(shelf.new_folder(path), run)
 
-    def _job(self, folder: Path, turn: OperationRun, *, ephemeral: bool = False) -> SaveAdapterJob:
+    def _job(self, folder: Path, run: OperationRun, *, ephemeral: bool = False) -> SaveAdapterJob:
         return SaveAdapterJob(
-            job_id=turn.job_id,
-            adapter_id=turn.model.model_id,
+            job_id=run.job_id,
+            adapter_id=run.model.model_id,
             folder=str(folder),
             with_optimizer=self.with_optimizer,
             for_sampling=self.for_sampling,
@@ -103,26 +103,26 @@ class SaveWeights(Operation[Save]):
         )
 
     async def conclude(
-        self, asked: Save, turn: OperationRun, job: Job, result: Result
+        self, checked: Save, run: OperationRun, job: Job, result: Result
     ) -> Conclusion:
         assert isinstance(job, SaveAdapterJob)
         assert isinstance(result, AdapterResult)
-        assert asked.path is not None
-        size_bytes = await self._finish(asked, Path(job.folder), result.size_bytes)
-        await self.deps.shelf.register(self._checkpoint(asked, turn, job, size_bytes))
-        return Conclusion(outcome=self._saved(asked.path, size_bytes))
+        assert checked.path is not None
+        size_bytes = await self._finish(checked, Path(job.folder), result.size_bytes)
+        await self.deps.shelf.register(self._checkpoint(checked, run, job, size_bytes))
+        return Conclusion(outcome=self._saved(checked.path, size_bytes))
 
-    async def _finish(self, asked: Save, folder: Path, size_bytes: int) -> int:
-        """What is left to do with a folder before it is listed; gives its size."""
+    async def _finish(self, checked: Save, folder: Path, size_bytes: int) -> int:
+        """Finish a folder before it is listed; gives its size."""
         return size_bytes
 
     def _checkpoint(
-        self, asked: Save, turn: OperationRun, job: SaveAdapterJob, size_bytes: int
+        self, checked: Save, run: OperationRun, job: SaveAdapterJob, size_bytes: int
     ) -> Checkpoint:
-        assert asked.path is not None
-        path, model = parse_path(asked.path), turn.model
+        assert checked.path is not None
+        path, model = parse_path(checked.path), run.model
         return Checkpoint(
-            path=asked.path,
+            path=checked.path,
             model_id=model.model_id,
             user_id=model.user_id,
             kind=path.kind,
@@ -133,10 +133,10 @@ class SaveWeights(Operation[Save]):
             lora=model.lora,
             optimizer_config=model.optimizer_config,
             has_optimizer=self.with_optimizer,
-            project_id=turn.project_id,
-            expires_at=expiry_of(asked.ttl_seconds),
-            user_metadata=asked.user_metadata,
-            request_id=turn.request_id,
+            project_id=run.project_id,
+            expires_at=expiry_of(checked.ttl_seconds),
+            user_metadata=checked.user_metadata,
+            request_id=run.request_id,
         )
 
     def _saved(self, path: str, size_bytes: int) -> Outcome:
@@ -145,9 +145,9 @@ class SaveWeights(Operation[Save]):
     def cleanup(self, job: Job, *, ok: bool) -> None:
         assert isinstance(job, SaveAdapterJob)
         if ok:
-            self.deps.shelf.abandon(Path(job.folder))  # listed by now
+            self.deps.shelf.end_writing(Path(job.folder))
         else:
-            self.deps.shelf.discard(Path(job.folder))
+            self.deps.shelf.remove_failed(Path(job.folder))
 
 
 class SaveWeightsForSampler(SaveWeights):
@@ -163,34 +163,34 @@ class SaveWeightsForSampler(SaveWeights):
     for_sampling = True
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Save:
-        asked = await super().check(opened, model, user, seq_id)
+        checked = await super().check(opened, model, user, seq_id)
         request: SaveWeightsForSamplerRequest = opened.read()
         if request.path is not None or request.sampling_session_seq_id is None:
-            return asked
+            return checked
         return Save(
             path=None,
             sampling_session_seq_id=request.sampling_session_seq_id,
-            user_metadata=asked.user_metadata,
+            user_metadata=checked.user_metadata,
         )
 
-    async def job(self, asked: Save, turn: OperationRun) -> SaveAdapterJob | Outcome:
-        if asked.path is not None:
-            return await super().job(asked, turn)
-        folder = self.deps.shelf.new_ephemeral_folder(_session_id(asked, turn))
-        return self._job(folder, turn, ephemeral=True)
+    async def job(self, checked: Save, run: OperationRun) -> SaveAdapterJob | Outcome:
+        if checked.path is not None:
+            return await super().job(checked, run)
+        folder = self.deps.shelf.new_ephemeral_folder(_session_id(checked, run))
+        return self._job(folder, run, ephemeral=True)
 
     async def conclude(
-        self, asked: Save, turn: OperationRun, job: Job, result: Result
+        self, checked: Save, run: OperationRun, job: Job, result: Result
     ) -> Conclusion:
-        if asked.path is not None:
-            return await super().conclude(asked, turn, job, result)
+        if checked.path is not None:
+            return await super().conclude(checked, run, job, result)
         assert isinstance(job, SaveAdapterJob)
-        model, store, folder = turn.model, self.deps.store, Path(job.folder)
+        model, store, folder = run.model, self.deps.store, Path(job.folder)
         session = SamplingSession(
-            sampling_session_id=_session_id(asked, turn),
+            sampling_session_id=_session_id(checked, run),
             session_id=model.session_id,
             user_id=model.user_id,
-            seq_id=asked.sampling_session_seq_id,
+            seq_id=checked.sampling_session_seq_id,
             base_model=model.base_model,
             model_path=None,
             folder=self.deps.shelf.folders.name(folder),
@@ -198,11 +198,11 @@ class SaveWeightsForSampler(SaveWeights):
             created_at=time.time(),
             model_id=model.model_id,
         )
-        made = await store.call(store.sampling.create, session)
+        stored = await store.call(store.sampling.create, session)  # a repeat gives the first
         await self.deps.sampling_sessions.drop_superseded(model.model_id)
         step = self.deps.curves.num_steps(model.model_id)
-        self.deps.rollouts.saved(made.sampling_session_id, model.model_id, step)
-        answer = {"sampling_session_id": made.sampling_session_id, "type": self.name}
+        self.deps.rollouts.saved(stored.sampling_session_id, model.model_id, step)
+        answer = {"sampling_session_id": stored.sampling_session_id, "type": self.name}
         return Conclusion(outcome=json_outcome(answer))
 
 
@@ -217,14 +217,14 @@ class SaveWeightsExternal(SaveWeights):
         assert isinstance(request, SaveWeightsExternalRequest)
         check_recipients(request.age_encryption_recipients or [])
 
-    async def _finish(self, asked: Save, folder: Path, size_bytes: int) -> int:
-        if not asked.age_encryption_recipients:
+    async def _finish(self, checked: Save, folder: Path, size_bytes: int) -> int:
+        if not checked.age_encryption_recipients:
             return size_bytes
-        return await asyncio.to_thread(encrypt_folder, folder, asked.age_encryption_recipients)
+        return await asyncio.to_thread(encrypt_folder, folder, checked.age_encryption_recipients)
 
     def _saved(self, path: str, size_bytes: int) -> Outcome:
         return json_outcome({"path": path, "type": self.name, "size_bytes": size_bytes})
 
 
-def _session_id(asked: Save, turn: OperationRun) -> str:
-    return f"{turn.model.session_id}:sample:{asked.sampling_session_seq_id}"
+def _session_id(checked: Save, run: OperationRun) -> str:
+    return f"{run.model.session_id}:sample:{checked.sampling_session_seq_id}"

@@ -13,17 +13,17 @@ from tinkex.server.work.operation import Operation
 
 
 def _all(base: type[Operation[Any]]) -> Iterator[type[Operation[Any]]]:
-    for found in base.__subclasses__():
-        yield found
-        yield from _all(found)
+    for operation in base.__subclasses__():
+        yield operation
+        yield from _all(operation)
 
 
 for _module in pkgutil.iter_modules([str(Path(__file__).parent)], f"{__package__}."):
     importlib.import_module(_module.name)
 
 OPERATIONS: dict[str, type[Operation[Any]]] = {
-    found.name: found
-    for found in _all(Operation)  # type: ignore[type-abstract]
+    operation.name: operation
+    for operation in _all(Operation)  # type: ignore[type-abstract]
 }
 
 

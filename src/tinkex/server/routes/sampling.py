@@ -37,10 +37,10 @@ async def create_sampling_session(
     session = await service.sessions.owned(user, asked.session_id)
     service.sessions.touch(session.session_id)
     number, path = asked.sampling_session_seq_id, asked.model_path
-    made = await service.sampling_sessions.create(
+    opened = await service.sampling_sessions.create(
         user, session.session_id, number, asked.base_model, path
     )
-    return types.CreateSamplingSessionResponse(sampling_session_id=made.sampling_session_id)
+    return types.CreateSamplingSessionResponse(sampling_session_id=opened.sampling_session_id)
 
 
 @serve(router, "join_sampling_session")

@@ -24,14 +24,14 @@ def _add_route(name: str, description: str | None) -> None:
     async def accept(request: Request, user: CurrentUser) -> Response:
         service = service_of(request)
         opened = await open_body(request, name)
-        operation = service.operations[service.operations[name].kind_of(opened)]
+        operation = service.operations[opened.endpoint.name]
         address = operation.peek(opened)
         if address.model_id is None:
-            lane = await service.new_lane(operation, opened, user)
+            inbox = await service.new_inbox(operation, opened, user)
         else:
-            lane = await service.lane(user, address.model_id)
-        promise = await lane.inbox.accept(operation, opened, user, address.seq_id)
-        model_id = lane.model.model_id
+            inbox = await service.inbox(user, address.model_id)
+        promise = await inbox.accept(operation, opened, user, address.seq_id)
+        model_id = inbox.lane.model.model_id
         return answer(types.UntypedAPIFuture(request_id=promise.request_id, model_id=model_id))
 
 

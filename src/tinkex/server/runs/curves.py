@@ -160,13 +160,13 @@ class LiveCurves:
         )
 
     async def passed(
-        self, model_id: str, metrics: Mapping[str, float], weight: float | None = None
+        self, run_id: str, metrics: Mapping[str, float], weight: float | None = None
     ) -> None:
         """A forward_backward ran; its numbers belong to the step that follows.
 
         `weight` is the sum of the weights of its tokens; None: each of them counts as one.
         """
-        run = await self._open(model_id)
+        run = await self._open(run_id)
         tokens = metrics.get("num_active_tokens:sum", metrics.get("num_tokens:sum", 0.0))
         run.loss += metrics.get("loss:sum", 0.0)
         run.tokens += tokens
@@ -178,38 +178,38 @@ class LiveCurves:
         ]
 
     async def stepped(
-        self, model_id: str, metrics: Mapping[str, float], learning_rate: float
+        self, run_id: str, metrics: Mapping[str, float], learning_rate: float
     ) -> None:
         """An optim_step ran."""
-        run = await self._open(model_id)
+        run = await self._open(run_id)
         now = time.time()
-        told = {"learning_rate": learning_rate, **dict(run.gap)}
+        measured = {"learning_rate": learning_rate, **dict(run.gap)}
         if "grad_norm:mean" in metrics:
-            told["grad_norm"] = metrics["grad_norm:mean"]
+            measured["grad_norm"] = metrics["grad_norm:mean"]
         if run.weight:
-            told["loss_per_token"] = run.loss / run.weight
+            measured["loss_per_token"] = run.loss / run.weight
         if run.tokens:
-            told["tokens"] = run.tokens
+            measured["tokens"] = run.tokens
             if run.stepped_at and now > run.stepped_at:
-                told["tokens_per_s"] = run.tokens / (now - run.stepped_at)
+                measured["tokens_per_s"] = run.tokens / (now - run.stepped_at)
         if run.stepped_at:
-            told["step_time_s"] = now - run.stepped_at
-            told |= {part: run.spent.get(part, 0.0) for part in PARTS}
-            told["other_time_s"] = max(0.0, now - run.stepped_at - sum(run.spent.values()))
+            measured["step_time_s"] = now - run.stepped_at
+            measured |= {part: run.spent.get(part, 0.0) for part in PARTS}
+            measured["other_time_s"] = max(0.0, now - run.stepped_at - sum(run.spent.values()))
         run.spent = {}
         run.stepped_at = now
         run.loss = run.tokens = run.weight = 0.0
         run.gap = []
         run.num_steps += 1
-        self._add(run, told, run.num_steps, now)
+        self._add(run, measured, run.num_steps, now)
 
-    async def log(self, model_id: str, metrics: Mapping[str, float], step: int | None) -> None:
-        """What a client logs, under names of its own.
+    async def log(self, run_id: str, metrics: Mapping[str, float], step: int | None) -> None:
+        """Add numbers that a client measured, under names of its own.
 
         Raises:
             InvalidInputError: Too many curves, or a name that cannot be one.
         """
-        run = await self._open(model_id)
+        run = await self._open(run_id)
         metrics = {f"{k} (logged)" if k in MEASURED else k: v for k, v in metrics.items()}
         new = [name for name in metrics if name not in run.curves]
         if len(run.curves) + len(new) > MAX_CURVES:
@@ -228,46 +228,46 @@ class LiveCurves:
 
     # ------------------------------------------------------------------------ who looks
 
-    async def of_run(self, model_id: str) -> dict[str, Curve]:
-        return (await self._open(model_id)).curves
+    async def of_run(self, run_id: str) -> dict[str, Curve]:
+        return (await self._open(run_id)).curves
 
     async def of_runs(
-        self, model_ids: Sequence[str], names: Sequence[str]
+        self, run_ids: Sequence[str], names: Sequence[str]
     ) -> dict[tuple[str, str], Course]:
         """Some curves of many runs in short: from memory, or from the store."""
-        found: dict[tuple[str, str], Course] = {}
-        elsewhere = [model_id for model_id in model_ids if model_id not in self._runs]
+        courses: dict[tuple[str, str], Course] = {}
+        elsewhere = [run_id for run_id in run_ids if run_id not in self._runs]
         if elsewhere:
-            found = await self._store.call(self._stored_courses, elsewhere, names)
-        for model_id in model_ids:
-            run = self._runs.get(model_id)
+            courses = await self._store.call(self._stored_courses, elsewhere, names)
+        for run_id in run_ids:
+            run = self._runs.get(run_id)
             for name in names:
                 if run is not None and name in run.curves and run.curves[name].values:
-                    found[model_id, name] = run.curves[name].course()
-        return found
+                    courses[run_id, name] = run.curves[name].course()
+        return courses
 
     def _stored_courses(
-        self, model_ids: Sequence[str], names: Sequence[str]
+        self, run_ids: Sequence[str], names: Sequence[str]
     ) -> dict[tuple[str, str], Course]:
-        stored = self._store.curves.of_runs(model_ids, names)
-        return {(one.model_id, one.name): _course(one) for one in stored if one.points}
+        stored = self._store.curves.of_runs(run_ids, names)
+        return {(curve.model_id, curve.name): _course(curve) for curve in stored if curve.points}
 
-    def num_steps(self, model_id: str) -> int:
+    def num_steps(self, run_id: str) -> int:
         """Steps of a run that is in use; 0 for one that is not."""
-        run = self._runs.get(model_id)
+        run = self._runs.get(run_id)
         return run.num_steps if run is not None else 0
 
     # ------------------------------------------------------------------------ keeping
 
-    async def drop(self, model_id: str) -> None:
-        self._runs.pop(model_id, None)
-        await self._store.call(self._store.curves.drop, model_id)
+    async def drop(self, run_id: str) -> None:
+        self._runs.pop(run_id, None)
+        await self._store.call(self._store.curves.drop, run_id)
 
     async def flush(self) -> None:
         """Write what changed, and let go of runs nobody used lately."""
         changed = [
-            StoredCurve(model_id=model_id, name=name, stride=c.stride, points=c.packed())
-            for model_id, run in self._runs.items()
+            StoredCurve(model_id=run_id, name=name, stride=c.stride, points=c.packed())
+            for run_id, run in self._runs.items()
             for name in run.dirty
             for c in (run.curves[name],)
         ]
@@ -280,28 +280,28 @@ class LiveCurves:
             _, run = self._runs.popitem(last=False)
             num_held -= sum(len(curve.steps) for curve in run.curves.values())
 
-    def let_go(self, model_id: str) -> None:
+    def let_go(self, run_id: str) -> None:
         """A run is parked: its curves are read again when somebody looks."""
-        run = self._runs.get(model_id)
+        run = self._runs.get(run_id)
         if run is not None and not run.dirty:
-            del self._runs[model_id]
+            del self._runs[run_id]
 
-    async def _open(self, model_id: str) -> _Run:
-        run = self._runs.get(model_id)
+    async def _open(self, run_id: str) -> _Run:
+        run = self._runs.get(run_id)
         if run is not None:
-            self._runs.move_to_end(model_id)
+            self._runs.move_to_end(run_id)
             return run
-        task = self._opening.get(model_id)
+        task = self._opening.get(run_id)
         if task is None:
-            task = self._opening[model_id] = asyncio.create_task(self._load(model_id))
+            task = self._opening[run_id] = asyncio.create_task(self._load(run_id))
         try:
             return await asyncio.shield(task)
         finally:
-            self._opening.pop(model_id, None)
+            self._opening.pop(run_id, None)
 
-    async def _load(self, model_id: str) -> _Run:
-        stored = await self._store.call(self._store.curves.of_run, model_id)
-        run = _Run({one.name: Curve.unpacked(one) for one in stored})
+    async def _load(self, run_id: str) -> _Run:
+        stored = await self._store.call(self._store.curves.of_run, run_id)
+        run = _Run({curve.name: Curve.unpacked(curve) for curve in stored})
         if (rate := run.curves.get("learning_rate")) is not None and rate.steps:
             run.num_steps = int(rate.steps[-1])
-        return self._runs.setdefault(model_id, run)
+        return self._runs.setdefault(run_id, run)

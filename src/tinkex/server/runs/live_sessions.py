@@ -27,18 +27,18 @@ class LiveSessions:
         self._known: OrderedDict[str, Session] = OrderedDict()
         self._seen: dict[str, float] = {}
 
-    async def create(self, user: User, asked: CreateSessionRequest) -> Session:
+    async def create(self, user: User, request: CreateSessionRequest) -> Session:
         now = time.time()
         session = Session(
             session_id=str(uuid.uuid4()),
             user_id=user.user_id,
             created_at=now,
             last_heartbeat=now,
-            tags=asked.tags,
-            user_metadata=asked.user_metadata or {},
-            display_name=asked.display_name,
-            project_id=asked.project_id,
-            sdk_version=asked.sdk_version,
+            tags=request.tags,
+            user_metadata=request.user_metadata or {},
+            display_name=request.display_name,
+            project_id=request.project_id,
+            sdk_version=request.sdk_version,
             status={"type": "active"},
         )
         await self._store.call(self._store.sessions.create, session)

@@ -118,7 +118,7 @@ class Rollouts:
         if not self.agreement(user_id):
             return
         shared = prompt.astype(np.int32)
-        for one in result.sequences:
+        for sequence in result.sequences:
             kept = Kept(
                 user_id=user_id,
                 run_id=run_id,
@@ -126,8 +126,8 @@ class Rollouts:
                 base_model=base_model,
                 snapshot=snapshot,
                 prompt=shared,
-                tokens=np.asarray(one.tokens, np.int32),
-                logprobs=np.asarray(one.logprobs, np.float32),
+                tokens=np.asarray(sequence.tokens, np.int32),
+                logprobs=np.asarray(sequence.logprobs, np.float32),
                 at=self._clock(),
             )
             if kept.size_bytes <= self._max_bytes:
@@ -221,12 +221,12 @@ async def told(kepts: Sequence[Kept], tokenizer: Any | None) -> list[dict[str, A
 
 def _told(kepts: Sequence[Kept], tokenizer: Any | None) -> list[dict[str, Any]]:
     groups: dict[bytes, int] = {}
-    found = []
+    rows = []
     for kept in kepts:
         group = groups.setdefault(_digest(kept.prompt), len(groups))
         pieces = _pieces(tokenizer, kept.tokens.tolist())
         advantages = None if kept.advantages is None else kept.advantages.tolist()
-        found.append(
+        rows.append(
             {
                 "step": kept.step,
                 "group": group,
@@ -241,7 +241,7 @@ def _told(kepts: Sequence[Kept], tokenizer: Any | None) -> list[dict[str, Any]]:
                 "snapshot": kept.snapshot,
             }
         )
-    return found
+    return rows
 
 
 def _pieces(tokenizer: Any | None, tokens: list[int]) -> list[str]:

@@ -51,18 +51,18 @@ class SlowRequests:
     """The slowest requests of a day, of those that do not wait by design."""
 
     def __init__(self) -> None:
-        self._found: list[_Slow] = []
+        self._slowest: list[_Slow] = []
 
     def note(self, route: str, status: int, seconds: float, user: str) -> None:
         if seconds < SLOW_S or any(part in route for part in _WAITS):
             return
         now = time.time()
-        self._found = [one for one in self._found if now - one.at < SLOW_TTL_S]
-        self._found.append(_Slow(seconds, now, route, status, user))
-        self._found = sorted(self._found, reverse=True)[:MAX_SLOW]
+        self._slowest = [slow for slow in self._slowest if now - slow.at < SLOW_TTL_S]
+        self._slowest.append(_Slow(seconds, now, route, status, user))
+        self._slowest = sorted(self._slowest, reverse=True)[:MAX_SLOW]
 
     def told(self) -> list[dict[str, Any]]:
-        return [asdict(one) for one in self._found]
+        return [asdict(slow) for slow in self._slowest]
 
 
 class Answered(Collector):
@@ -117,7 +117,7 @@ class AnsweredUsers(Collector):
 
 
 class ServerMetrics:
-    """One registry per app, so that several apps live in one process."""
+    """The registry of one app: several apps may live in one process."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -32,6 +32,7 @@ from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.finished_logs import FinishedLogs
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable
 from tinkex.server.work.gated_pool import GatedPool
+from tinkex.server.work.inbox import Inbox
 from tinkex.server.work.kept_results import KeptResults
 from tinkex.server.work.lane import Lane
 from tinkex.server.work.model_state import ModelState, SnapshotFiles
@@ -110,7 +111,7 @@ class Service:
             every_requests=config.snapshot_every_ops,
             every_s=config.snapshot_every_s,
         )
-        self._lanes: dict[str, Lane] = {}
+        self._inboxes: dict[str, Inbox] = {}  # of every model that is in memory, with its lane
         # A lock lives as long as somebody holds it or waits for it.
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._housekeeping: asyncio.Task[None] | None = None
@@ -150,7 +151,7 @@ class Service:
 
     async def _resume(self, model_id: str) -> None:
         """Let the unfinished requests of a model go on."""
-        lane = await self._open_lane(model_id)
+        lane = (await self._open(model_id)).lane
         logger.info("%s goes on with %d requests", model_id, lane.num_waiting)
         lane.kick()
 
@@ -165,7 +166,7 @@ class Service:
         if self._housekeeping is not None:
             self._housekeeping.cancel()
             await asyncio.gather(self._housekeeping, return_exceptions=True)
-        for lane in list(self._lanes.values()):
+        for lane in self.lanes:
             await lane.close()
         self.ends.flush()
         await self.curves.flush()
@@ -196,9 +197,9 @@ class Service:
 
         Without `save` the journal since their last snapshots is what they are restored from.
         """
-        for lane in [x for x in self._lanes.values() if x.model.session_id == session_id]:
+        for lane in [lane for lane in self.lanes if lane.model.session_id == session_id]:
             if await lane.park(save=save):
-                self._lanes.pop(lane.model.model_id, None)
+                self._inboxes.pop(lane.model.model_id, None)
                 self.curves.let_go(lane.model.model_id)
             else:
                 self.sessions.touch(session_id)  # look again after the next silence
@@ -226,7 +227,7 @@ class Service:
     async def _drop_state(self, model_id: str) -> bool:
         """Forget what a model could be restored from, unless it is in memory."""
         async with self._opening.setdefault(model_id, asyncio.Lock()):
-            if model_id in self._lanes:
+            if model_id in self._inboxes:
                 return False
             await self.store.call(self.store.models.mark, model_id, unloaded=True)
             await self._snapshots.forget(model_id)
@@ -242,30 +243,30 @@ class Service:
 
     @property
     def num_lanes(self) -> int:
-        return len(self._lanes)
+        return len(self._inboxes)
 
     @property
     def lanes(self) -> list[Lane]:
-        return list(self._lanes.values())
+        return [inbox.lane for inbox in self._inboxes.values()]
 
     def find_lane(self, model_id: str) -> Lane | None:
         """The lane of a model that is in memory: every one that has work under way."""
-        return self._lanes.get(model_id)
+        inbox = self._inboxes.get(model_id)
+        return inbox.lane if inbox is not None else None
 
     def doing(self, model_id: str) -> str:
-        """What a model is doing right now, in words; empty when it has nothing to do."""
-        lane = self._lanes.get(model_id)
+        """The work of a model right now, in words; empty when it has nothing to do."""
+        lane = self.find_lane(model_id)
         return lane.doing if lane is not None else ""
 
     def busy_models(self) -> list[str]:
         """The models that have something to do right now."""
-        return [model_id for model_id, lane in self._lanes.items() if lane.num_waiting]
+        return [lane.model.model_id for lane in self.lanes if lane.num_waiting]
 
     # ------------------------------------------------------------------------ models
 
     async def model(self, user: User, model_id: str) -> Model:
-        lane = self._lanes.get(model_id)
-        if lane is not None:
+        if (lane := self.find_lane(model_id)) is not None:
             model: Model | None = lane.model
         else:
             model = await self.store.call(self.store.models.get, model_id)
@@ -275,15 +276,15 @@ class Service:
             raise _unloaded(model_id)
         return model
 
-    async def lane(self, user: User, model_id: str) -> Lane:
-        """The lane of a model of the caller's own."""
+    async def inbox(self, user: User, model_id: str) -> Inbox:
+        """The inbox of a model of the caller's own."""
         model = await self.model(user, model_id)
         await self.sessions.use(model.session_id)
         self.store.models.touch(model_id)
-        return self._lanes.get(model_id) or await self._open_lane(model_id)
+        return self._inboxes.get(model_id) or await self._open(model_id)
 
-    async def new_lane(self, operation: Operation[Any], opened: Opened, user: User) -> Lane:
-        """The lane of the model that a request makes; a repeat gives the first one's."""
+    async def new_inbox(self, operation: Operation[Any], opened: Opened, user: User) -> Inbox:
+        """The inbox of the model that a request makes; a repeat gives the first one's."""
         request = opened.read()
         if request.session_id is None:
             raise InvalidInputError("is needed where there is no model_id", path="session_id")
@@ -298,53 +299,55 @@ class Service:
                 "every model of a session needs a new number.",
                 path="model_seq_id",
             )
-        return self._lanes.get(model.model_id) or await self._open_lane(model.model_id)
+        return self._inboxes.get(model.model_id) or await self._open(model.model_id)
 
     async def unload(self, user: User, model_id: str) -> Promise:
         """Forget a model's state for good; its checkpoints stay."""
-        lane = await self.lane(user, model_id)
-        if not await lane.discard():
+        inbox = await self.inbox(user, model_id)
+        if not await inbox.lane.discard():
             raise ApiError(400, f"{model_id!r} still has requests under way; wait for them.")
         await self.store.call(self.store.models.mark, model_id, unloaded=True)
-        self._lanes.pop(model_id, None)
+        self._inboxes.pop(model_id, None)
         promise = self.results.promise(f"{model_id}:unload", user.user_id, "unload_model")
         payload = orjson.dumps({"model_id": model_id, "type": "unload_model"})
         promise.settle(Outcome(payload=payload))
         return promise
 
-    async def create_custom_loss(self, user: User, asked: CreateCustomLossRequest) -> Promise:
+    async def create_custom_loss(self, user: User, request: CreateCustomLossRequest) -> Promise:
         """Keep a traced loss; the same (session, custom_loss_seq_id) gives back the first."""
-        inputs = [item.model_dump() for item in asked.inputs]
-        graph = asked.graph.model_dump()
+        inputs = [item.model_dump() for item in request.inputs]
+        graph = request.graph.model_dump()
         await asyncio.to_thread(validation.check_graph, inputs, graph)
-        seq_id = asked.custom_loss_seq_id
+        seq_id = request.custom_loss_seq_id
         loss = CustomLoss(
-            loss_id=f"{asked.session_id}:loss:{seq_id}",
-            session_id=asked.session_id,
+            loss_id=f"{request.session_id}:loss:{seq_id}",
+            session_id=request.session_id,
             user_id=user.user_id,
             seq_id=seq_id,
-            name=asked.name,
+            name=request.name,
             inputs=inputs,
             graph=graph,
             created_at=time.time(),
         )
-        made = await self.store.call(self.store.sampling.create_loss, loss)
-        if (made.inputs, made.graph) != (loss.inputs, loss.graph):
+        stored = await self.store.call(self.store.sampling.create_loss, loss)
+        if (stored.inputs, stored.graph) != (loss.inputs, loss.graph):
             raise InvalidInputError(
                 f"{seq_id} was used before for another loss", path="custom_loss_seq_id"
             )
-        promise = self.promises.add(_loss_promise(made))
+        promise = self.promises.add(_loss_promise(stored))
         self.promises.settled(promise)
         return promise
 
-    async def _open_lane(self, model_id: str) -> Lane:
+    async def _open(self, model_id: str) -> Inbox:
+        """Bring a model into memory: its lane, with what the journal holds for it."""
+        # Two requests may come at once, and a model must not have two lanes.
         async with self._opening.setdefault(model_id, asyncio.Lock()):
-            lane = self._lanes.get(model_id)
-            if lane is None:
+            inbox = self._inboxes.get(model_id)
+            if inbox is None:
                 lane = await self._make_lane(model_id)
                 await lane.open()
-                self._lanes[model_id] = lane
-        return lane
+                inbox = self._inboxes[model_id] = Inbox(lane, self._deps)
+        return inbox
 
     async def _make_lane(self, model_id: str) -> Lane:
         model = await self.store.call(self.store.models.get, model_id)
@@ -366,18 +369,18 @@ class Service:
         Raises:
             ApiError: 410 for a sample that a restart has lost; 404 for everything unknown.
         """
-        found = await self.results.find(request_id)
-        if found is None and ":loss:" in request_id:
+        promise = await self.results.find(request_id)
+        if promise is None and ":loss:" in request_id:
             loss = await self.store.call(self.store.sampling.get_loss, request_id)
-            found = _loss_promise(loss) if loss is not None else None
-        if found is None and ":sample:" in request_id:
+            promise = _loss_promise(loss) if loss is not None else None
+        if promise is None and ":sample:" in request_id:
             self.finished_logs.handed_out([request_id])
             raise ApiError(
                 410, f"The sample {request_id!r} is no longer known here; submit it again."
             )
-        if found is None or found.user_id != user.user_id:
+        if promise is None or promise.user_id != user.user_id:
             raise ApiError(404, f"No request {request_id!r} of yours.")
-        return found
+        return promise
 
     def fetched(self, promise: Promise) -> None:
         """A result was handed out."""

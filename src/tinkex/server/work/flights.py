@@ -1,6 +1,6 @@
 """The requests of one lane that were sent to the worker, or are about to be, in their order.
 
-A request waits for a place, which is fair between users; jobs of one lane are posted in the order
+A request waits for a slot, which is fair between users; jobs of one lane are posted in the order
 in which they were sent here. What is sent, published or taken back, and when, the lane decides.
 """
 
@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinkex.engine.jobs import Job, Result
-from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
+from tinkex.errors import WorkerLostError
+from tinkex.server.work.futures import Outcome
 from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.queued_request import QueuedRequest
@@ -23,7 +24,7 @@ from tinkex.server.workers.placement import Placement
 @dataclass(slots=True)
 class Flight:
     request: QueuedRequest
-    task: asyncio.Task[Result]
+    task: asyncio.Task[Result | Outcome]
     posted: asyncio.Future[None]
     """Done when the worker has the job, or never will have it."""
 
@@ -77,14 +78,14 @@ class Flights:
 
     @property
     def num_running(self) -> int:
-        """Those that the worker holds."""
+        """How many requests the worker holds."""
         return sum(bool(flight.request.started_at) for flight in self._all)
 
     def holds(self, request: QueuedRequest) -> bool:
         return any(flight.request is request for flight in self._all)
 
-    def send(self, request: QueuedRequest, job: Job | InvalidInputError | EngineError) -> None:
-        """Run a job in its turn, or fail with an error where the request could not become one."""
+    def send(self, request: QueuedRequest, job: Job | Outcome) -> None:
+        """Run a job in its turn; an outcome, where there is none to run, waits for its turn too."""
         after = self._all[-1].posted if self._all else None
         posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         task = asyncio.create_task(self._run(request, job, after, posted))
@@ -94,16 +95,16 @@ class Flights:
     async def _run(
         self,
         request: QueuedRequest,
-        job: Job | InvalidInputError | EngineError,
+        job: Job | Outcome,
         after: asyncio.Future[None] | None,
         posted: asyncio.Future[None],
-    ) -> Result:
+    ) -> Result | Outcome:
         try:
             if after is not None:  # gates are fair between users, but never within one lane
                 await asyncio.shield(after)  # it is the other's, and outlives this one
             # Only now: the one behind waits for this one alone, and would overtake those before.
-            if isinstance(job, InvalidInputError | EngineError):
-                raise job
+            if isinstance(job, Outcome):
+                return job
             cost = max(1, request.size_bytes)
             line = self._workers.training
             async with self._open_work.slot(self._user_id), line.slot(self._user_id, cost):
@@ -115,7 +116,7 @@ class Flights:
                 request.started_at = time.time()
                 return await answer
         finally:
-            # It has no job, or was taken back before it had a place: the next one goes on.
+            # It has no job, or was taken back before it had a slot: the next one goes on.
             if not posted.done():
                 posted.set_result(None)
 

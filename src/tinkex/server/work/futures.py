@@ -48,7 +48,7 @@ class Outcome:
 
 
 class Polls(list[asyncio.Future[None]]):
-    """Those who wait for one thing: a promise to be settled, a log to have something new."""
+    """The polls that are held for one promise to be settled, or one log to have something new."""
 
     __slots__ = ()
 

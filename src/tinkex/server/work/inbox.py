@@ -13,20 +13,19 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.process.off_loop import off_loop
 from tinkex.server.process.problems import ApiError
+from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.futures import Promise
+from tinkex.server.work.lane import Lane
 from tinkex.server.work.operation import Operation
 from tinkex.store import NewRow, SeqConflictError, User
 from tinkex.store.journal import body_hash
 from tinkex.types.fields.bounds import INT64
 from tinkex.wire.requests import Opened
-
-if TYPE_CHECKING:
-    from tinkex.server.work.lane import Lane
 
 MAX_KNOWN = 2048
 """Numbers whose request is remembered in memory; older ones are looked up."""
@@ -44,8 +43,9 @@ class _Taken:
 
 
 class Inbox:
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, lane: Lane, deps: Dependencies) -> None:
+        self.lane = lane
+        self._deps = deps
         self._taken: dict[int, _Taken] = {}
         self._newest = -1  # of those taken; looking through thousands would cost every request
 
@@ -63,30 +63,30 @@ class Inbox:
         """
         identity = operation.identity(opened)
         digest = await off_loop(len(identity), body_hash, operation.name, identity)
-        newest = max(self._lane.newest_seq, self._newest)
+        newest = max(self.lane.queue.numbers.newest, self._newest)
         if seq_id is None:
             seq_id = newest + 1
         if (taken := self._taken.get(seq_id)) is not None:
             return await self._again(taken, digest, seq_id)
-        if self._lane.has_seen(seq_id):
+        if self.lane.queue.has_seen(seq_id):
             return await self._from_journal(digest, seq_id)
         self._check_number(seq_id, newest)
         # From the look above to here nothing waits, so no repeat slips in between.
         with self._take(seq_id, digest) as taken:
-            row, asked = await self._judged(operation, opened, user, seq_id, digest)
-            self._lane.deps.ends.ride()
-            await asyncio.wrap_future(self._lane.deps.store.journal.append(row))
-            if isinstance(asked, InvalidInputError):
-                self._lane.skip(seq_id)
-                raise asked
-            promise = self._lane.push(row, operation, asked)
+            row, checked = await self._judged(operation, opened, user, seq_id, digest)
+            self._deps.ends.ride()
+            await asyncio.wrap_future(self._deps.store.journal.append(row))
+            if isinstance(checked, InvalidInputError):
+                self.lane.skip(seq_id)
+                raise checked
+            promise = self.lane.push(row, operation, checked)
             taken.accepted.set_result(promise.request_id)
         return promise
 
     @contextmanager
     def _take(self, seq_id: int, digest: bytes) -> Iterator[_Taken]:
         """The number is taken from here on; it is free again if the trouble inside is our own."""
-        deps, user_id = self._lane.deps, self._lane.model.user_id
+        deps, user_id = self._deps, self.lane.model.user_id
         deps.room.require()
         deps.open_work.require(user_id)
         taken = self._taken[seq_id] = _Taken(digest, asyncio.get_running_loop().create_future())
@@ -107,16 +107,16 @@ class Inbox:
     async def _judged(
         self, operation: Operation[Any], opened: Opened, user: User, seq_id: int, digest: bytes
     ) -> tuple[NewRow, Any]:
-        """The row of a request, and what is asked, or the error with which it is refused.
+        """The row of a request, and the checked request, or the error with which it is refused.
 
         That is journaled too: the number is used up, and a repeat is refused alike.
         """
-        model, body, refused = self._lane.model, b"", None
+        model, body, refused = self.lane.model, b"", None
         try:
-            asked = await operation.check(opened, model, user, seq_id)
-            body = operation.pack(opened, asked)
+            checked = await operation.check(opened, model, user, seq_id)
+            body = operation.pack(opened, checked)
         except InvalidInputError as exc:
-            asked, refused = exc, str(exc)
+            checked, refused = exc, str(exc)
         row = NewRow(
             model_id=model.model_id,
             seq_id=seq_id,
@@ -128,7 +128,7 @@ class Inbox:
             refused=refused,
             key_id=user.key_id,
         )
-        return row, asked
+        return row, checked
 
     async def _again(self, taken: _Taken, digest: bytes, seq_id: int) -> Promise:
         """The number is known: the same request gets the same answer, another one is refused."""
@@ -138,29 +138,29 @@ class Inbox:
         answer = await asyncio.shield(taken.accepted)
         if isinstance(answer, Exception):
             raise copy.copy(answer)
-        found = await self._lane.deps.results.find(answer)
-        if found is None:
+        promise = await self._deps.results.find(answer)
+        if promise is None:
             raise ApiError(410, f"The result of seq_id {seq_id} was handed out and is gone.")
-        return found
+        return promise
 
     async def _from_journal(self, digest: bytes, seq_id: int) -> Promise:
         """A number that was used before this process, or long ago."""
-        model_id, journal = self._lane.model.model_id, self._lane.deps.store.journal
-        found = await self._lane.deps.store.call(journal.find, model_id, seq_id)
-        if found is None:
+        model_id, journal = self.lane.model.model_id, self._deps.store.journal
+        row = await self._deps.store.call(journal.find, model_id, seq_id)
+        if row is None:
             raise InvalidInputError(
                 f"{seq_id} of {model_id} arrived too late: later requests were given up or "
                 "run without it. Send the request under a new number.",
                 path="seq_id",
             )
-        if found.body_hash != digest:
+        if row.body_hash != digest:
             raise _conflict(seq_id)
-        if found.state == "refused":
-            raise InvalidInputError(found.error or "The request was refused.")
-        return self._lane.deps.results.of_row(found)
+        if row.state == "refused":
+            raise InvalidInputError(row.error or "The request was refused.")
+        return self._deps.results.of_row(row)
 
     def _check_number(self, seq_id: int, newest: int) -> None:
-        model_id = self._lane.model.model_id
+        model_id = self.lane.model.model_id
         if seq_id > INT64:
             raise InvalidInputError(
                 f"{model_id} has used its last number, {INT64}. Save its state and "

@@ -83,8 +83,8 @@ class SnapshotFiles:
 
 
 @dataclass(slots=True)
-class _Since:
-    """What a replay would run again, counted from the last snapshot."""
+class _SinceSnapshot:
+    """The length of a replay: the requests since the last snapshot."""
 
     num_requests: int = 0
     compute_s: float = 0.0
@@ -105,7 +105,7 @@ class ModelState:
         self._worker = worker
         self._files = files
         self._store = files.store
-        self._since = _Since()
+        self._since = _SinceSnapshot()
         self._under_way: asyncio.Task[None] | None = None
 
     @property
@@ -142,7 +142,7 @@ class ModelState:
             placement = self._worker.place(self._model_id)
             await self._load(placement)
             self.placement = placement
-            self._since = _Since()
+            self._since = _SinceSnapshot()
             return start, rows
         finally:
             self.is_restoring, self.obstacle = False, ""
@@ -219,7 +219,7 @@ class ModelState:
         )
         # Counted from here on, whether it succeeds or not: on a full disk the next try comes after
         # as many requests again, not with each one.
-        self._since = _Since()
+        self._since = _SinceSnapshot()
         assert self.placement is not None, "only what is in memory can be saved"
         saved = self.placement.post(job)
         self._under_way = asyncio.create_task(self._finish(seq_id, folder, saved))

@@ -34,7 +34,7 @@ class OpenWork:
 
     @property
     def by_user(self) -> Mapping[str, int]:
-        """What each user has open."""
+        """The number of open requests of each user."""
         return self._open
 
     def begin(self, user_id: str) -> None:

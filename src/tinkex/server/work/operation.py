@@ -28,7 +28,7 @@ from tinkex.wire import requests
 from tinkex.wire.endpoints import ENDPOINTS
 from tinkex.wire.requests import Opened
 
-Asked = TypeVar("Asked")
+Checked = TypeVar("Checked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class OperationAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationRun:
-    """One run of a request: the model as it is then, and the names to run under."""
+    """A run of a request: the model as it is then, and the names to run under."""
 
     model: Model
     project_id: str | None
@@ -52,7 +52,7 @@ class OperationRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conclusion:
-    """What is true once a job has run."""
+    """The outcome of a request whose job has run, and what follows from it."""
 
     outcome: Outcome
     usage: tuple[UsageCount, ...] = ()
@@ -60,7 +60,7 @@ class Conclusion:
     """The model, when the job changed what it is."""
 
 
-class Operation(ABC, Generic[Asked]):
+class Operation(ABC, Generic[Checked]):
     name: ClassVar[str]
     """Of its row in `wire.endpoints`, and in the journal."""
     clears_gradients: ClassVar[bool] = False
@@ -81,10 +81,6 @@ class Operation(ABC, Generic[Asked]):
     def open(self, raw: bytes, content_type: str) -> Opened:
         return requests.open_body(self.name, raw, content_type)
 
-    def kind_of(self, opened: Opened) -> str:
-        """The operation that a request really is, for routes that serve two."""
-        return self.name
-
     def peek(self, opened: Opened) -> OperationAddress:
         """The model and the number of a request, whatever else is wrong with it."""
         address = opened.address()
@@ -92,10 +88,10 @@ class Operation(ABC, Generic[Asked]):
 
     @abstractmethod
     def identity(self, opened: Opened) -> bytes:
-        """What a repeat must have in common with the first request under a number."""
+        """The bytes that a repeat must have in common with the first request under a number."""
 
     @abstractmethod
-    async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Asked:
+    async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Checked:
         """Judge a request, and give it with every decision taken.
 
         Raises:
@@ -109,24 +105,24 @@ class Operation(ABC, Generic[Asked]):
     # ------------------------------------------------------------------------ in the journal
 
     @abstractmethod
-    def pack(self, opened: Opened, asked: Asked) -> bytes: ...
+    def pack(self, opened: Opened, checked: Checked) -> bytes: ...
 
     @abstractmethod
-    def unpack(self, body: bytes, model: Model) -> Asked: ...
+    def unpack(self, body: bytes, model: Model) -> Checked: ...
 
     # ------------------------------------------------------------------------ when its turn comes
 
     @abstractmethod
-    async def job(self, asked: Asked, turn: OperationRun) -> Job | Outcome:
-        """What the engine runs; the outcome when there is nothing left to compute."""
+    async def job(self, checked: Checked, run: OperationRun) -> Job | Outcome:
+        """The job that the engine runs; the outcome when there is nothing left to compute."""
 
     @abstractmethod
     async def conclude(
-        self, asked: Asked, turn: OperationRun, job: Job, result: Result
+        self, checked: Checked, run: OperationRun, job: Job, result: Result
     ) -> Conclusion: ...
 
     def cleanup(self, job: Job, *, ok: bool) -> None:
-        """The request has ended; what its job made is listed by now, or goes."""
+        """End a request: what its job wrote is listed by now, or goes."""
 
 
 def canonical(body: Any) -> bytes:

@@ -24,23 +24,23 @@ class Origins:
         self._known: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     async def of(self, session: SamplingSession) -> dict[str, Any]:
-        """What is known about the weights of a sampling session, as JSON says it."""
-        found: dict[str, Any] = {} if session.folder is None else await self._facts(session.folder)
+        """The path, step and content hash of a session's weights, as far as they are known."""
+        facts = {} if session.folder is None else await self._facts(session.folder)
         path = {} if session.model_path is None else {"path": session.model_path}
-        return path | found
+        return path | facts
 
     async def _facts(self, name: str) -> dict[str, Any]:
-        found = self._known.get(name)
-        if found is None:
+        facts = self._known.get(name)
+        if facts is None:
             folder = await self._shelf.at_hand(name)
-            found = self._known[name] = await asyncio.to_thread(_read, folder)
+            facts = self._known[name] = await asyncio.to_thread(_read, folder)
             if len(self._known) > MAX_REMEMBERED:
                 self._known.popitem(last=False)
-        return found
+        return facts
 
 
 def _read(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
-    found = {"step": manifest.get("step"), "content": manifest.get(DIGEST)}
+    facts = {"step": manifest.get("step"), "content": manifest.get(DIGEST)}
     kinds = {"step": int, "content": str}
-    return {name: value for name, value in found.items() if isinstance(value, kinds[name])}
+    return {name: value for name, value in facts.items() if isinstance(value, kinds[name])}

@@ -22,39 +22,39 @@ MAX_LOSSES = 5
 def replays_of(
     rows: Iterable[JournalRow], operations: Mapping[str, Operation[Any]], *, through: int
 ) -> dict[int, QueuedRequest]:
-    """What changed the state, up to the number `through`, by number."""
-    found = {}
+    """The requests that changed the state, up to the number `through`, by number."""
+    replays = {}
     for row in rows:
         # A refused request changed nothing, and the state was restored after one that failed.
         if row.seq_id > through or row.state != "done":
             continue
         if (operation := operations[row.kind]).changes_state:
             assert row.body is not None, f"{row.request_id} has no body and no snapshot covers it"
-            found[row.seq_id] = QueuedRequest(
+            replays[row.seq_id] = QueuedRequest(
                 row.seq_id, operation, row.request_id, row.body, mode="replay"
             )
-    return found
+    return replays
 
 
 def skips_between(taken: Iterable[int], *, after: int, through: int) -> dict[int, QueuedRequest]:
-    """What stands at the numbers that nothing is run for: refused, failed, or never came.
+    """Entries for the numbers that nothing is run for: refused, failed, or never came.
 
     One entry for each stretch of them, so that a hole costs memory by what stands around it, not by
     how many numbers it has.
     """
     # Every number up to `through` has an entry then, and the lane never waits for one of them.
-    skips, at = {}, after + 1
+    skips, first = {}, after + 1
     for seq_id in [*sorted(n for n in taken if n <= through), through + 1]:
-        if at < seq_id:
-            skips[at] = QueuedRequest(at, mode="skip", through_seq=seq_id - 1)
-        at = seq_id + 1
+        if first < seq_id:
+            skips[first] = QueuedRequest(first, mode="skip", through_seq=seq_id - 1)
+        first = seq_id + 1
     return skips
 
 
 class LostReplays:
     """Counts the losses of replays, each of which starts afresh.
 
-    By number: what kills a worker does so at the same place again, and a worker that is killed for
+    By number: what kills a worker does so at the same number again, and a worker that is killed for
     other reasons is not lost for ever, however often that happens.
     """
 

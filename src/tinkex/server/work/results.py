@@ -43,9 +43,9 @@ class Results:
         return self._promises.add(promise)
 
     async def find(self, request_id: str) -> Promise | None:
-        found = self._promises.get(request_id)
-        if found is not None:
-            return found
+        known = self._promises.get(request_id)
+        if known is not None:
+            return known
         row = await self._store.call(self._store.journal.get, request_id)
         if row is None:
             return None
@@ -55,9 +55,9 @@ class Results:
         return self.of_row(row)
 
     def of_row(self, row: JournalRow) -> Promise:
-        found = self._promises.get(row.request_id)
-        if found is not None:
-            return found
+        known = self._promises.get(row.request_id)
+        if known is not None:
+            return known
         promise = Promise(row.request_id, row.user_id, request_type(row.kind))
         promise.outcome = _outcome(row)
         return promise
@@ -106,8 +106,8 @@ class Results:
 
     def fetched(self, request_id: str) -> None:
         """A result was handed out: the journal keeps it for the grace, so the memory need not."""
-        at = time.time() + self._grace_s
-        self._ends.put(Fetched(request_id=request_id, drop_result_at=at))
+        drop_at = time.time() + self._grace_s
+        self._ends.put(Fetched(request_id=request_id, drop_result_at=drop_at))
 
     def _let_go(self, notes: Sequence[Ended | Fetched]) -> None:
         """Results in the journal may leave the memory: at once what was fetched or is large."""
