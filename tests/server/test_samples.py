@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,6 +66,22 @@ async def test_the_same_number_gives_the_same_promise_once(app_world: AppWorld) 
     assert await app_world.ok("asample", body_of(sampler, 5)) == first
     other = await app_world.post("asample", body_of(sampler, 5, params={"max_tokens": 9}))
     assert other.status_code == 400
+
+
+@pytest.mark.parametrize("route", ["asample", "asample_batch"])
+async def test_a_field_that_nobody_knows_may_be_nested_deeply(
+    app_world: AppWorld, route: str
+) -> None:
+    deep: Any = 1
+    for _ in range(300):
+        deep = {"inner": [deep]}
+    body = body_of(await open_sampler(app_world), 0)
+    text = orjson.dumps(body)[:-1] + b',"unknown":' + json.dumps(deep).encode() + b"}"
+    content = text if route == "asample" else b'{"requests":[' + text + b"]}"
+    for _ in range(2):  # and so may its repeat
+        answer = await app_world.post(route, content, headers={"content-type": "application/json"})
+        promise = answer.json()["promises"][0] if route == "asample_batch" else answer.json()
+        assert promise["request_id"].endswith(":0"), promise
 
 
 async def test_a_full_queue_is_429_and_drains(tmp_path: Path) -> None:

@@ -37,9 +37,7 @@ def open_samples(name: str, content: bytes, content_type: str | None = JSON) -> 
     bodies = [] if names_protobuf(content_type) else _cut(content)
     if bodies:
         try:
-            return [
-                Opened(row, body, json_codec.loads_object(body, is_counted=True)) for body in bodies
-            ]
+            return [Opened(row, body, json_codec.loads(body, is_counted=True)) for body in bodies]
         except WireError:
             pass  # a brace in a text, or JSON that is none: the parser of the whole will tell
     whole = json_codec.read(SampleBatchRequest, open_body(name, content, content_type).fields)
@@ -61,14 +59,15 @@ def _cut(content: bytes) -> list[bytes]:
     bodies: list[bytes] = []
     start, depth = begin.end(), 0
     # `find` looks at each byte once in all: a brace is not looked for again before it is passed.
-    opening, closing = content.find(b"{", start), content.find(b"}", start)
+    find = content.find
+    opening, closing = find(b"{", start), find(b"}", start)
     while opening == start and len(bodies) < _MAX_SAMPLES:
         while depth <= _MAX_DEPTH and closing >= 0:
             if 0 <= opening < closing:
-                depth, opening = depth + 1, content.find(b"{", opening + 1)
+                depth, opening = depth + 1, find(b"{", opening + 1)
                 continue
             depth, end = depth - 1, closing + 1
-            closing = content.find(b"}", end)
+            closing = find(b"}", end)
             if depth == 0:
                 break
         else:

@@ -82,6 +82,7 @@ def _tensor(value: Array | CsrArray) -> TensorData:
     if isinstance(value, CsrArray):
         crow, col = value.crow_indices.astype("<i8"), value.col_indices.astype("<i8")
         return TensorData.wrap(value.values.astype("<f4"), crow, col, tuple(value.shape))
+    # The two kinds that the wire knows, little-endian as protobuf's packed bytes are.
     kind = "<i8" if value.dtype.kind in "iu" else "<f4"
     return TensorData.wrap(np.asarray(value, dtype=kind))
 

@@ -51,6 +51,7 @@ class CreateModel(Operation[Shape]):
     name = "create_model"
 
     def peek(self, opened: Opened) -> OperationAddress:
+        # First in the new model's own order, whatever its client has sent before.
         return OperationAddress(None, CREATION)
 
     def identity(self, opened: Opened) -> bytes:
@@ -62,6 +63,7 @@ class CreateModel(Operation[Shape]):
         return _new_model(request, user, request.base_model, shape.lora, shape.optimizer_config)
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Shape:
+        # The seed drawn for the row of the model: a repeat would draw another one.
         return _shape(opened.read(), int(model.lora["seed"]))
 
     def pack(self, opened: Opened, checked: Shape) -> bytes:

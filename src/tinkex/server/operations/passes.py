@@ -19,6 +19,7 @@ from tinkex.wire.generation import JSON, PROTOBUF
 from tinkex.wire.requests import Opened
 
 PROTO_BODY, JSON_BODY = b"P", b"J"
+"""The first byte of a body in the journal: how to read the rest."""
 
 
 def _weight_of(checked: TrainRequest) -> float | None:
@@ -62,6 +63,7 @@ class Forward(Operation[TrainRequest]):
         return checked
 
     def pack(self, opened: Opened, checked: TrainRequest) -> bytes:
+        # The bytes as they came, not what was made of them: a replay reads them by the same code.
         return self.identity(opened)
 
     def unpack(self, body: bytes, model: Model) -> TrainRequest:
@@ -76,6 +78,7 @@ class Forward(Operation[TrainRequest]):
             loss_fn=checked.loss_fn,
             loss_fn_config=checked.loss_fn_config,
             backward=self.changes_state,
+            # Looked up again: the journal keeps the name of a traced loss, not its graph.
             custom_loss=await self._custom_loss(checked, run.model.user_id),
         )
 

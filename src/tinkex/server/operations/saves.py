@@ -88,7 +88,7 @@ class SaveWeights(Operation[Save]):
         assert checked.path is not None
         path, shelf = parse_path(checked.path), self.deps.shelf
         done = await shelf.admit(path, overwrite=checked.overwrite, request_id=run.request_id)
-        if done is not None:  # before a crash
+        if done is not None:  # before a crash, which lost the end of the request
             return self._saved(checked.path, done.size_bytes)
         return self._job(shelf.new_folder(path), run)
 
@@ -199,6 +199,7 @@ class SaveWeightsForSampler(SaveWeights):
             model_id=model.model_id,
         )
         stored = await store.call(store.sampling.create, session)  # a repeat gives the first
+        # After the new row, which is among those that stay.
         await self.deps.sampling_sessions.drop_superseded(model.model_id)
         step = self.deps.curves.num_steps(model.model_id)
         self.deps.rollouts.saved(stored.sampling_session_id, model.model_id, step)

@@ -56,6 +56,7 @@ async def join_sampling_session(
 async def asample(request: Request, user: CurrentUser) -> Response:
     service = service_of(request)
     opened = await open_body(request, "asample")
+    # Judged off the loop when it is large: a long prompt is checked token by token.
     asked = await off_loop(len(opened.content), opened.read)
     return answer(_promise(await service.samples.submit(user, asked, opened.content)))
 
@@ -107,7 +108,7 @@ async def sample_stream(service: Service, user: User, asked: types.SampleRequest
         if getattr(asked, name):
             raise NotSupportedError("a stream does not carry it; use asample.", path=name)
     sessions = service.sampling_sessions
-    snapshot = await sessions.origin(await sessions.of_request(user, asked))
+    snapshot = await sessions.origins.of(await sessions.of_request(user, asked))
     events: asyncio.Queue[Event | None] = asyncio.Queue()
     promise, task, sequence_ids = await service.samples.stream(user, asked, events.put_nowait)
     promise.on_settle = lambda _: events.put_nowait(None)

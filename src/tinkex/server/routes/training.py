@@ -25,6 +25,7 @@ def _add_route(name: str, description: str | None) -> None:
         service = service_of(request)
         opened = await open_body(request, name)
         operation = service.operations[opened.endpoint.name]
+        # Before anything is judged: the number counts even when the rest is refused.
         address = operation.peek(opened)
         if address.model_id is None:
             inbox = await service.new_inbox(operation, opened, user)

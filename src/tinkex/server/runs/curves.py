@@ -272,7 +272,7 @@ class LiveCurves:
             for c in (run.curves[name],)
         ]
         for run in self._runs.values():
-            run.dirty.clear()
+            run.dirty.clear()  # before the write: what changes under it is written the next time
         if changed:
             await self._store.call(self._store.curves.save, changed)
         num_held = sum(len(c.steps) for run in self._runs.values() for c in run.curves.values())
@@ -291,6 +291,7 @@ class LiveCurves:
         if run is not None:
             self._runs.move_to_end(run_id)
             return run
+        # One reading for all who ask at once; shielded, for one of them may hang up.
         task = self._opening.get(run_id)
         if task is None:
             task = self._opening[run_id] = asyncio.create_task(self._load(run_id))

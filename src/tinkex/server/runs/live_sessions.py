@@ -86,6 +86,7 @@ class LiveSessions:
 
     def fell_silent(self, silence_s: float) -> list[str]:
         """Sessions without a sign of life for that long, each reported once per silence."""
+        # By the monotonic clock: one that is set forward must park nobody.
         limit = self._clock() - silence_s
         silent = [session_id for session_id, seen in self._seen.items() if seen < limit]
         for session_id in silent:

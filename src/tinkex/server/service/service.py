@@ -142,6 +142,7 @@ class Service:
 
     async def start(self) -> None:
         await self.workers.pool.start()
+        # Only those with unfinished requests: the others are opened when somebody asks for them.
         for model_id in await self.store.call(self.store.journal.unfinished_models):
             try:
                 await self._resume(model_id)
@@ -166,6 +167,8 @@ class Service:
         if self._housekeeping is not None:
             self._housekeeping.cancel()
             await asyncio.gather(self._housekeeping, return_exceptions=True)
+        # Lanes before the notes of ends: one that closes may still leave some. The pool last: lanes
+        # and samples wait for what it runs.
         for lane in self.lanes:
             await lane.close()
         self.ends.flush()
@@ -226,6 +229,7 @@ class Service:
 
     async def _drop_state(self, model_id: str) -> bool:
         """Forget what a model could be restored from, unless it is in memory."""
+        # Under the lock of `_open`: a model that is being opened reads what would be dropped here.
         async with self._opening.setdefault(model_id, asyncio.Lock()):
             if model_id in self._inboxes:
                 return False

@@ -61,8 +61,9 @@ class SampleQueue:
         Raises:
             ApiError: 429 when too many wait.
         """
-        session = await self._deps.sampling_sessions.of_request(user, request)
-        snapshot = await self._deps.sampling_sessions.origin(session)
+        sessions = self._deps.sampling_sessions
+        session = await sessions.of_request(user, request)
+        snapshot = await sessions.origins.of(session)
         number = secrets.token_hex(8) if request.seq_id is None else request.seq_id
         request_id = f"{session.sampling_session_id}:{number}"
         # Kept in memory with the promise, never written: only a repeat within the life of the

@@ -10,8 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from tinkex.engine.jobs import ModelInfo
 from tinkex.errors import InvalidInputError
@@ -29,8 +28,7 @@ ACCESS_S = 1.0
 """How long the right to read a checkpoint may be taken for granted."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionWeights:
+class SessionWeights(NamedTuple):
     """The weights of a sampling session, as an engine finds them."""
 
     base_model: str
@@ -53,7 +51,7 @@ class SamplingSessions:
         self._catalog = catalog
         self._live_sessions = live_sessions
         self._max_unnamed = max_unnamed
-        self._origins = Origins(shelf)
+        self.origins = Origins(shelf)
         self._cached: OrderedDict[str, SamplingSession] = OrderedDict()
         self._used_at: OrderedDict[str, float] = OrderedDict()  # of unnamed weights
         self._checked_at: dict[str, float] = {}  # when a session's right to read was looked at
@@ -135,7 +133,7 @@ class SamplingSessions:
             ApiError: 404 for a session of nobody or of somebody else, 410 when its weights are gone
                 or no longer shared.
         """
-        session = await self._find(sampling_session_id)
+        session = self._cached.get(sampling_session_id) or await self._stored(sampling_session_id)
         if session is None or session.user_id != user.user_id:
             raise ApiError(404, f"No sampling session {sampling_session_id!r} of yours.")
         if session.ephemeral and session.folder is None:
@@ -152,21 +150,15 @@ class SamplingSessions:
         await self._check_access(session)
         return session
 
-    async def _find(self, sampling_session_id: str) -> SamplingSession | None:
-        session = self._cached.get(sampling_session_id)
-        if session is None:
-            session = await self._store.call(self._store.sampling.get, sampling_session_id)
-            if session is not None:
-                self._cached[sampling_session_id] = session
-                if len(self._cached) > MAX_CACHED_SESSIONS:
-                    self._cached.popitem(last=False)
+    async def _stored(self, sampling_session_id: str) -> SamplingSession | None:
+        session = await self._store.call(self._store.sampling.get, sampling_session_id)
+        if session is not None:
+            self._cached[sampling_session_id] = session
+            if len(self._cached) > MAX_CACHED_SESSIONS:
+                self._cached.popitem(last=False)
         return session
 
     # ------------------------------------------------------------------------ weights
-
-    async def origin(self, session: SamplingSession) -> dict[str, Any]:
-        """The name, the step and the content hash of a session's weights; see `Origins`."""
-        return await self._origins.of(session)
 
     async def weights(self, session: SamplingSession) -> SessionWeights:
         folder = session.folder
