@@ -40,7 +40,7 @@ class LossFnType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One tensor of a datum, of the shape of `target_tokens`."""
+    """A tensor of a datum, of the shape of `target_tokens`."""
 
     name: str
     dtype: Literal["int64", "float32"]
@@ -60,7 +60,7 @@ RATIO_MASK = Input(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What several parts must agree on about one loss."""
+    """The declaration of a loss, on which several parts must agree."""
 
     name: str
     says: str
@@ -214,7 +214,7 @@ def read_settings(loss: Loss, given: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Form(NamedTuple):
-    """What the checks need to know of a tensor."""
+    """The facts that the checks need of a tensor."""
 
     is_whole: bool
     shape: tuple[int, ...]

@@ -52,7 +52,7 @@ class Kind(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Setting:
-    """One declared setting. A default of None means that None may be given, too.
+    """A declared setting. A default of None means that None may be given, too.
 
     Told apart by identity: they are keys of what is remembered, at every sample.
     """

@@ -26,7 +26,7 @@ class BodyTooLargeError(WireError):
 
 
 class Body(NamedTuple):
-    """What goes into an HTTP message: the bytes and the two headers that explain them."""
+    """The body of an HTTP message: the bytes and the two headers that explain them."""
 
     content: bytes
     content_type: str

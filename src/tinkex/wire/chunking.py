@@ -63,7 +63,7 @@ def _chunks(data: Sequence[Datum], limits: ChunkLimits) -> Iterator[list[Datum]]
 
 
 def combine(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
-    """One result from those of the chunks, in the order of the chunks."""
+    """The results of all chunks as one, in the order of the chunks."""
     if not outputs:
         return ForwardBackwardOutput()
     weights = [len(output.loss_fn_outputs) for output in outputs]

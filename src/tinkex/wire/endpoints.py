@@ -29,7 +29,7 @@ MAX_BYTES: dict[Size, int] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """What both sides agree on about one call."""
+    """A call as client and server agree on it."""
 
     name: str
     method: Literal["GET", "POST", "PUT", "DELETE"]
@@ -53,12 +53,12 @@ class Endpoint:
 
     @property
     def result(self) -> Any:
-        """What a 200 answers; None for 204 and for what is not JSON."""
+        """The message of a 200; None for 204 and for answers that are not JSON."""
         return _message(self.result_name)
 
     @property
     def promised(self) -> Any:
-        """What the promise becomes, where the result is a promise."""
+        """The message that a promise becomes, where the result is a promise."""
         return _message(self.promised_name)
 
     @property

@@ -159,9 +159,9 @@ def read(model: type[ModelT], body: dict[str, Any]) -> ModelT:
     """Check a parsed request: strict about types, lenient about unknown fields."""
     try:
         # What `model_validate` calls, without its look at other ways to be called.
-        judge = model.__pydantic_validator__
-        found: ModelT = judge.validate_python(body, strict=True, extra="ignore")
-        return found
+        validator = model.__pydantic_validator__
+        message: ModelT = validator.validate_python(body, strict=True, extra="ignore")
+        return message
     except ValidationError as exc:
         raise explain(exc, body) from exc
 

@@ -44,7 +44,7 @@ _REDUCTIONS: dict[str, _Reduce] = {
 def reduce_metrics(
     metrics: Sequence[Mapping[str, float]], weights: Sequence[float]
 ) -> dict[str, float]:
-    """One set of metrics from those of each chunk.
+    """The metrics of all chunks as one set.
 
     Keys come from the first chunk. A metric missing from any chunk is dropped, and so is one with
     an unknown reduction. `unique` keeps every chunk's value: `NAME:unique`, `NAME:unique_2`, ...

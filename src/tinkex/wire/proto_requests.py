@@ -161,7 +161,7 @@ def _tensor(pieces: list[_Piece], name: str, tensor: TensorData) -> int:
 def _tensor_frame(
     name: str, num_bytes: int, code: int, shape: tuple[int, ...]
 ) -> tuple[bytes, bytes]:
-    """What precedes and what follows the bytes of a dense tensor in its map entry."""
+    """The bytes before and after those of a dense tensor in its map entry."""
     dense = b"\x0a" + _varint(num_bytes)
     tail = b"\x18" + _varint(code)
     if shape:

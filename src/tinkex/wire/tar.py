@@ -82,7 +82,7 @@ class _Header:
 
 @dataclass(slots=True)
 class _Extended:
-    """What extended headers say about the member behind them."""
+    """The facts that extended headers state of the member behind them."""
 
     kinds: bytes = b""
     """Of the headers, each once."""

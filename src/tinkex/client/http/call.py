@@ -21,7 +21,7 @@ _BELOW = f"{API}/"
 
 
 class Call(NamedTuple):
-    """One call: where it goes, what it carries, how long it is tried."""
+    """A call: where it goes, what it carries, how long it is tried."""
 
     method: str
     path: str

@@ -133,7 +133,7 @@ class AdminAuditResponse(Response):
 
 
 class AdminUsage(Response):
-    """What a user, a key or a run used."""
+    """The usage of a user, a key or a run."""
 
     user_id: str
     key_id: int | None = None

@@ -19,7 +19,7 @@ class GetBillingUsageRequest(Request):
 
 
 class GetCurrentCheckpointStorageUsageRequest(Request):
-    """One project, or all projects of the caller when None."""
+    """A project, or all projects of the caller when None."""
 
     project_id: Name | None = None
 
@@ -88,7 +88,7 @@ class BillingUsageEvent(Response):
 
 
 class BillingUsageSession(Response):
-    """What the session said about itself when it was created."""
+    """The names and tags that a session was created with."""
 
     user_metadata: Texts | None = None
 

@@ -120,7 +120,7 @@ class Cursor(Response):
 
 
 class CheckpointsListResponse(Response):
-    """One page of checkpoints; without a cursor, all of them."""
+    """A page of checkpoints; without a cursor, all of them."""
 
     checkpoints: Listing[Checkpoint]
     cursor: Cursor | None = None
@@ -181,7 +181,7 @@ class TrainingRun(Response):
 
 
 class TrainingRunsResponse(Response):
-    """One page of training runs."""
+    """A page of training runs."""
 
     training_runs: Listing[TrainingRun]
     cursor: Cursor

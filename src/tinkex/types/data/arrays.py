@@ -24,7 +24,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 def token_array(tokens: Any, *, path: str = "tokens") -> NDArray[np.int32]:
-    """One-dimensional int32 token ids from any sequence, numpy array or torch tensor."""
+    """Token ids as a 1-D int32 array, from any sequence, numpy array or torch tensor."""
     if isinstance(tokens, (list, tuple)):
         return pack_flat(tokens, "int32", path=path)
     if not hasattr(tokens, "__array__"):

@@ -42,7 +42,7 @@ class ModelInput(Value):
 
     @classmethod
     def from_ints(cls, tokens: Any) -> Self:
-        """One text chunk from a list, array or tensor of token ids."""
+        """A single text chunk from a list, array or tensor of token ids."""
         return cls._make([EncodedTextChunk(tokens)])
 
     @classmethod

@@ -64,7 +64,7 @@ class TopkLogprobs(Value):
         return cls.wrap(readonly(ids), readonly(values))
 
     def tolist(self) -> TopkList:
-        """One list of (token id, logprob) per position, empty cells cut; None for an empty row."""
+        """A list of (token id, logprob) per position, empty cells cut; None for an empty row."""
         if not hasattr(self, "_list"):
             set_field(self, "_list", self._rows())
         return self._list

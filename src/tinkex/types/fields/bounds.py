@@ -48,7 +48,7 @@ TtlSeconds: TypeAlias = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
 
 
 def listing(max_length: int, min_length: int = 0) -> tuple[Any, ...]:
-    """What makes a list bounded; its first wrong element ends the check."""
+    """The annotations of a bounded list; its first wrong element ends the check."""
     return Field(min_length=min_length, max_length=max_length), FirstErrorOnly()
 
 

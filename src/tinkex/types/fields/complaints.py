@@ -34,8 +34,8 @@ def explain(
 
     `name` and `fields` are those of the class, for a field that it does not have.
     """
-    found = error.errors(include_url=False)
-    first = found[0]
+    complaints = error.errors(include_url=False)
+    first = complaints[0]
     path, value, missing = _followed(first["loc"], given)
     if first["loc"][-1:] == ("[key]",):  # the name of an entry is wrong, not what stands under it
         path, value = path.rpartition(".")[0], first["input"]
@@ -58,7 +58,9 @@ def explain(
     if cause is not None:
         return InvalidInputError(str(cause), path=path)
     # A field of several types complains once for each of them.
-    words = [wanted(item) for item in found if _followed(item["loc"], given)[0].startswith(path)]
+    words = [
+        wanted(item) for item in complaints if _followed(item["loc"], given)[0].startswith(path)
+    ]
     text = " or ".join(dict.fromkeys(words))
     return InvalidInputError(f"must be {text}, got {short(value)}", path=path)
 
@@ -87,7 +89,7 @@ _ABSENT = object()
 
 
 def wanted(item: Any) -> str:
-    """What one of pydantic's complaints asks for."""
+    """The value that one of pydantic's complaints asks for, in words."""
     if (words := _WORDS.get(item["type"])) is not None:
         return words(item.get("ctx", {}))
     text = item["msg"].removeprefix("Input should be ").partition(", ")[0]

@@ -30,7 +30,7 @@ class PromptAltTokens:
 
 
 class SampledSequence(Value):
-    """One sampled sequence. `tokens`, `logprobs` and `topk_logprobs` are lists made on first use.
+    """A sampled sequence. `tokens`, `logprobs` and `topk_logprobs` are lists made on first use.
 
     `routed_experts`, where they were asked for, has a row per token (docs/wire.md, 20.4).
     `sequence_id` is empty when the server is too old to give ids. `snapshot` says which weights
@@ -210,7 +210,7 @@ class SampleResponse(Value):
 
     @kept
     def prompt_logprobs(self) -> list[float | None] | None:
-        """One logprob per prompt token; None where there is none, as at position 0."""
+        """A logprob per prompt token; None where there is none, as at position 0."""
         array = self.prompt_logprobs_np
         return None if array is None else _nan_to_none(array)
 

@@ -22,7 +22,7 @@ class JoinSamplingSessionResponse(Response):
 
 
 class GetSamplerResponse(Response):
-    """What a sampling session samples from; `model_path` is None for a base model."""
+    """The model that a sampling session samples from; `model_path` is None for a base model."""
 
     sampler_id: str
     base_model: str

@@ -11,7 +11,7 @@ from tinkex.types.fields.message import Listing, Response
 
 
 class TrajectoryAnswer(Response):
-    """One sampled answer and the tokens between it and the answer it follows."""
+    """A sampled answer and the tokens between it and the answer it follows."""
 
     answer_id: int
     parent_id: int | None = None
@@ -26,7 +26,7 @@ class TrajectoryAnswer(Response):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySequence:
-    """One branch of a conversation, from its first token to its last answer."""
+    """A branch of a conversation, from its first token to its last answer."""
 
     tokens: tuple[int, ...]
     mask: tuple[int, ...]
@@ -59,7 +59,7 @@ class Trajectory(Response):
 
     @property
     def sequences(self) -> list[TrajectorySequence]:
-        """One per branch: a conversation that was continued in two ways gives two."""
+        """A sequence per branch: a conversation that was continued in two ways gives two."""
         parents = {answer.parent_id for answer in self.answers}
         leaves = [answer for answer in self.answers if answer.answer_id not in parents]
         return [self._sequence(leaf) for leaf in leaves]

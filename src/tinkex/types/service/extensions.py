@@ -56,7 +56,7 @@ class LogMetricsResponse(Response):
 
 
 class CancelFutureResponse(Response):
-    """What became of a request to cancel."""
+    """The outcome of a request to cancel."""
 
     status: Literal["cancelled", "finished", "gone", "not_cancellable"]
 

@@ -109,7 +109,7 @@ FutureCompletion: TypeAlias = Annotated[FutureFinished | FutureFailed, Field(dis
 
 
 class FuturesRetrieveResponse(Response):
-    """What came to an end since the last cursor."""
+    """The requests that came to an end since the last cursor."""
 
     completions: Listing[FutureCompletion]
     cursor: int

@@ -105,7 +105,7 @@ class ApiKeyResponse(Response):
 
 
 class WhoamiResponse(Response):
-    """Who the credential belongs to."""
+    """The owner of a credential."""
 
     user_urn: str
     org_urn: str

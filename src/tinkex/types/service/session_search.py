@@ -91,7 +91,7 @@ class SessionSearchRequest(Request):
 
 
 class SessionSummary(Response):
-    """One session as a search shows it."""
+    """A session as a search shows it."""
 
     session_id: str
     created_at: datetime
@@ -105,7 +105,7 @@ class SessionSummary(Response):
 
 
 class SessionSearchResponse(Response):
-    """One page of sessions; `next_cursor` is None on the last."""
+    """A page of sessions; `next_cursor` is None on the last."""
 
     sessions: Listing[SessionSummary]
     next_cursor: SessionSearchCursor | None = None

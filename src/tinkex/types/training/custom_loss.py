@@ -11,14 +11,14 @@ CustomLossInputRank: TypeAlias = Literal[0, 1, 2]
 
 
 class CustomLossInput(Request):
-    """One parameter of a traced loss."""
+    """A parameter of a traced loss."""
 
     name: Name
     rank: CustomLossInputRank
 
 
 class CustomLossNode(Request):
-    """One step of a traced loss, in execution order."""
+    """A step of a traced loss, in execution order."""
 
     op: Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]
     name: Name

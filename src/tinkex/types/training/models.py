@@ -53,7 +53,7 @@ class GetInfoRequest(Request):
 
 
 class ModelData(Response):
-    """What a base model is; `tokenizer_id` names the tokenizer to load."""
+    """The facts of a base model; `tokenizer_id` names the tokenizer to load."""
 
     arch: str | None = None
     model_name: str | None = None
@@ -61,7 +61,7 @@ class ModelData(Response):
 
 
 class GetInfoResponse(Response):
-    """What a training run is."""
+    """The facts of a training run."""
 
     type: Literal["get_info"] | None = None
     model_data: ModelData

@@ -64,7 +64,7 @@ class DimuonOptimizerConfig(OptimizerConfigBase, extra="forbid"):
 
 
 class AdamParams(Request):
-    """One AdamW step. Weight decay is decoupled; `grad_clip_norm` 0 means no clipping."""
+    """An AdamW step. Weight decay is decoupled; `grad_clip_norm` 0 means no clipping."""
 
     learning_rate: optimizers.Rate = _ADAM.learning_rate
     beta1: optimizers.Fraction = _ADAM.beta1
@@ -83,7 +83,7 @@ class OptimParamsBase(Request):
 
 
 class DimuonParams(OptimParamsBase, extra="forbid"):
-    """One Dimuon step."""
+    """A Dimuon step."""
 
     type: Literal["dimuon"] = "dimuon"
     learning_rate: float = Field(ge=0)
@@ -92,7 +92,7 @@ class DimuonParams(OptimParamsBase, extra="forbid"):
 
 
 class MuonParams(OptimParamsBase, extra="forbid"):
-    """One Muon step, an optimizer of Tinkex servers."""
+    """A Muon step, an optimizer of Tinkex servers."""
 
     type: Literal["muon"] = "muon"
     learning_rate: optimizers.Rate
@@ -108,7 +108,7 @@ class MuonOptimizerConfig(OptimizerConfigBase, extra="forbid"):
 
 
 class LionParams(OptimParamsBase, extra="forbid"):
-    """One Lion step, an optimizer of Tinkex servers."""
+    """A Lion step, an optimizer of Tinkex servers."""
 
     type: Literal["lion"] = "lion"
     learning_rate: optimizers.Rate = _LION.learning_rate

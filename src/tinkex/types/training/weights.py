@@ -73,7 +73,7 @@ class SaveWeightsForSamplerResponse(Response):
 
 
 class SaveWeightsForSamplerResponseInternal(Response):
-    """What travels: `path` for a named save, `sampling_session_id` for an unnamed one."""
+    """The answer itself: `path` for a named save, `sampling_session_id` for an unnamed one."""
 
     path: str | None = None
     sampling_session_id: str | None = None
@@ -99,7 +99,7 @@ class SaveWeightsExternalResponse(Response):
 
 
 class SaveWeightsExternalResponseInternal(Response):
-    """What travels, with the size of the export when the server says it."""
+    """The answer itself, with the size of the export when the server says it."""
 
     path: str | None = None
     size_bytes: int | None = None
@@ -126,7 +126,7 @@ class LoadWeightsRequest(Request):
 
 
 class LoadWeightsResponse(Response):
-    """What was loaded, and into which model when a new one was made."""
+    """The checkpoint that was loaded, and into which model when a new one was made."""
 
     path: str | None = None
     model_id: ModelID | None = None
@@ -140,7 +140,7 @@ class WeightsInfoRequest(Request):
 
 
 class WeightsInfoResponse(Response):
-    """What a checkpoint was trained from and which layers it holds."""
+    """The base that a checkpoint was trained from, and which layers it holds."""
 
     base_model: str
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
