@@ -35,6 +35,7 @@ from tinkex.server.guard.limits import BodyBudget
 from tinkex.server.http import bodies
 from tinkex.server.http.dependencies import READING_AT_ONCE
 from tinkex.wire import json_codec
+from tinkex.wire.budget import CHECKED, json_shape, parsed_json_bytes
 
 GIB = 1024**3
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -651,7 +652,7 @@ def test_what_a_body_becomes_is_counted_generously() -> None:
         held, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert made
-        assert held < fields.parsed_bytes(raw, fields.json_shape(raw)) < 20 * held
+        assert held < parsed_json_bytes(raw, json_shape(raw), CHECKED) < 20 * held
 
 
 # ------------------------------------------------------------------------------------ a crowd

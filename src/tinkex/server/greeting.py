@@ -47,7 +47,7 @@ def _note(config: ServerConfig, base_url: str, needs_key: bool) -> str:
 
 
 def _others(config: ServerConfig) -> str:
-    """What is not as by default, of the settings that have no line of their own."""
+    """Settings that are not as by default and have no line of their own."""
     default, shown = ServerConfig().describe(), config.describe()
     changed: dict[str, Any] = {
         spec.name: shown[spec.name]

@@ -347,7 +347,7 @@ def make_worker(
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of CPU cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS

@@ -55,13 +55,6 @@ def check_json(content: bytes) -> None:
     _limit(content.count(b","), _MAX_VALUES, "values")
 
 
-def parsed_json_bytes(content: bytes) -> int:
-    """About what JSON becomes once it is parsed; as `check_json`, it refuses too much of it."""
-    check_json(content)
-    containers = content.count(b"[") + content.count(b"{")
-    return 2 * len(content) + 240 * containers + 30 * content.count(b'"') + 40 * content.count(b",")
-
-
 @dataclass(frozen=True, slots=True)
 class JsonShape:
     """The structure of a JSON text, counted without parsing it; texts inside are not looked at."""
@@ -75,6 +68,35 @@ class JsonShape:
     @property
     def num_values(self) -> int:
         return self.commas + self.containers
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCost:
+    """Bytes of memory that each part of a JSON text takes, beside its characters."""
+
+    container: int
+    value: int
+    text: int = 0
+
+
+PARSED = JsonCost(container=200, value=40, text=60)
+"""Plain objects of Python."""
+CHECKED = JsonCost(container=800, value=120)
+"""Objects of Python, and the pydantic models that were made of them."""
+
+
+def quick_json_shape(content: bytes) -> JsonShape:
+    """At most what the text holds: every bracket, colon and comma counts, those in texts too."""
+    containers = content.count(b"{") + content.count(b"[")
+    return JsonShape(containers, content.count(b":"), content.count(b","), containers)
+
+
+def parsed_json_bytes(content: bytes, shape: JsonShape, cost: JsonCost = PARSED) -> int:
+    """About what JSON becomes: its objects, and its texts, as one letter makes them wide."""
+    is_narrow = content.isascii() and b"\\u" not in content
+    characters = len(content) * (2 if is_narrow else 5)
+    texts = cost.text * content.count(b'"') // 2 if cost.text else 0
+    return characters + cost.container * shape.containers + cost.value * shape.num_values + texts
 
 
 _PIECE_BYTES = 1024 * 1024

@@ -19,7 +19,7 @@ from tinkex.cli.output import Table, ago, print_table, size
 from tinkex.cli.state import Leaf, State, pass_state
 
 if TYPE_CHECKING:
-    from tinkex.server.administration.disk_usage import Cleared, Holdings, RunHoldings
+    from tinkex.server.administration.disk_usage import Cleared, DiskUsage, RunDiskUsage
 
 _FOLDER = click.Path(path_type=Path)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -38,15 +38,15 @@ def _age(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @pass_state
 def disk(state: State, data_dir: Path | None, show_all: bool) -> None:
     """Show what Tinkex keeps on this machine: by run, with age, and the models it fetched."""
-    from tinkex.server.administration.disk_usage import holdings
+    from tinkex.server.administration.disk_usage import disk_usage
 
-    held = {folder: holdings(folder) for folder in _data_folders(data_dir)}
+    held = {folder: disk_usage(folder) for folder in _data_folders(data_dir)}
     models = {} if data_dir else dict(_fetched_models())
     state.show(lambda: _print(state, held, models, show_all), _as_data(held, models))
 
 
 def _print(
-    state: State, found: dict[Path, Holdings], models: dict[Path, int], show_all: bool
+    state: State, found: dict[Path, DiskUsage], models: dict[Path, int], show_all: bool
 ) -> None:
     for folder, held in found.items():
         print_table(_runs_table(folder, held, show_all))
@@ -92,7 +92,7 @@ def gc(
 
     Checkpoints with a name stay, unless --run names their run.
     """
-    from tinkex.server.administration.disk_usage import holdings
+    from tinkex.server.administration.disk_usage import disk_usage
     from tinkex.store.claim import InUseError
 
     folders = list(_data_folders(data_dir))
@@ -105,7 +105,7 @@ def gc(
     for folder in folders:
         try:
             if dry_run:
-                num_runs, num_bytes = _would_go(holdings(folder), older_than_s, run_id)
+                num_runs, num_bytes = _would_go(disk_usage(folder), older_than_s, run_id)
             else:
                 done = _cleared(state, folder, older_than_s, run_id)
                 num_runs, num_bytes = done.num_runs, done.num_bytes
@@ -130,12 +130,12 @@ def gc(
 
 def _one_run(folders: list[Path], wanted: str) -> tuple[Path, str]:
     """The folder and id of the run with this id or name."""
-    from tinkex.server.administration.disk_usage import holdings
+    from tinkex.server.administration.disk_usage import disk_usage
 
     matching = [
         (folder, run.run_id)
         for folder in folders
-        for run in holdings(folder).runs
+        for run in disk_usage(folder).runs
         if wanted in (run.run_id, run.name)
     ]
     if not matching:
@@ -163,7 +163,7 @@ def _cleared(state: State, folder: Path, older_than_s: float, run_id: str) -> Cl
     return clear(folder, older_than_s=older_than_s, run_id=run_id, wait_s=2 * IDLE_S)
 
 
-def _would_go(held: Holdings, older_than_s: float, run_id: str) -> tuple[int, int]:
+def _would_go(held: DiskUsage, older_than_s: float, run_id: str) -> tuple[int, int]:
     limit = datetime.now(UTC).timestamp() - older_than_s
     if run_id:
         whole = [run for run in held.runs if run.run_id == run_id]
@@ -172,7 +172,7 @@ def _would_go(held: Holdings, older_than_s: float, run_id: str) -> tuple[int, in
     return len(chosen), sum(map(_spare, chosen)) + held.other
 
 
-def _spare(run: RunHoldings) -> int:
+def _spare(run: RunDiskUsage) -> int:
     """Bytes of a run that nobody needs: all but its named checkpoints."""
     return run.total - run.sizes["checkpoints"]
 
@@ -198,7 +198,7 @@ def _fetched_models() -> Iterator[tuple[Path, int]]:
             yield folder, sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
 
 
-def _runs_table(folder: Path, held: Holdings, show_all: bool) -> Table:
+def _runs_table(folder: Path, held: DiskUsage, show_all: bool) -> Table:
     runs = held.runs if show_all else held.runs[:10]
     rows = [_row(run) for run in runs]
     if rest := held.runs[len(runs) :]:
@@ -210,7 +210,7 @@ def _runs_table(folder: Path, held: Holdings, show_all: bool) -> Table:
     return Table(title=f"{folder}: {size(held.total)}", columns=columns, rows=rows)
 
 
-def _row(run: RunHoldings) -> tuple[Any, ...]:
+def _row(run: RunDiskUsage) -> tuple[Any, ...]:
     sizes = run.sizes
     return (
         run.name,
@@ -227,7 +227,7 @@ def _shown(num_bytes: int) -> str:
     return size(num_bytes) if num_bytes else "-"
 
 
-def _as_data(found: dict[Path, Holdings], models: dict[Path, int]) -> dict[str, Any]:
+def _as_data(found: dict[Path, DiskUsage], models: dict[Path, int]) -> dict[str, Any]:
     return {
         "folders": [
             {

@@ -92,7 +92,7 @@ class Administration:
         return told
 
     def _held(self, user_ids: Sequence[str]) -> tuple[dict[str, dict[str, int]], list[ApiKey]]:
-        """What the database knows of some users: amounts by name, and their valid keys. Blocks."""
+        """Amounts by name that the database counts of some users, and their valid keys. Blocks."""
         counted = {name: self._quotas.counts(user_ids, name) for name in COUNTED}
         keys = self._store.accounts.keys(user_ids)
         return counted, [key for key in keys if key.revoked_at is None]
@@ -269,7 +269,7 @@ class Administration:
     # ------------------------------------------------------------------------ what was used
 
     async def usage(self, by: UsedBy, hours: int, limit: int) -> list[AdminUsage]:
-        """What each user, key or run used in the last hours; most time of the device first.
+        """Usage of each user, key or run in the last hours; most time of the device first.
 
         Added up over all rows of the time, and told again for half a minute.
         """
@@ -363,11 +363,11 @@ class Administration:
     # ------------------------------------------------------------------------ the audit log
 
     def note_login(self, user_id: str, address: str, *, by: str) -> None:
-        """Somebody exchanged a key for a token, or opened the console."""
+        """Record a login: a key exchanged for a token, or the console opened."""
         self._store.audit.record(user_id, "login", {"by": by, "address": address})
 
     def note_refused_address(self, address: str) -> None:
-        """An address tries keys that do not exist, and is put off."""
+        """Record that an address tries keys that do not exist, and is put off."""
         self._store.audit.record(NOBODY, "login_refused", {"address": address})
 
     def _record(self, admin: User, user_id: str, event: str, details: dict[str, Any]) -> None:
@@ -379,6 +379,6 @@ def _moment(at: float) -> datetime:
 
 
 def _ended(admin: User, what: str, reason: str) -> Outcome:
-    """What a client is told whose work was ended: it must not try the same again."""
+    """The outcome for a client whose work was ended: it must not try the same again."""
     told = f"{what} was ended by an administrator ({admin.user_id})"
     return Outcome(error=f"{told}: {reason}" if reason else f"{told}.", category="user")

@@ -1,6 +1,6 @@
 """What lies in a data folder, run by run, and how what nobody needs is cleared away.
 
-`holdings` only reads and may run beside a server. `clear` needs the folder for itself: it drops
+`disk_usage` only reads and may run beside a server. `clear` needs the folder for itself: it drops
 the recovery state of runs, unnamed sampling weights, what was deleted or set aside, and never a
 checkpoint that has a name, unless a whole run is asked for. Needs SQLite, as every private server
 has it.
@@ -35,8 +35,8 @@ KINDS = ("checkpoints", "state", "samplers", "journal")
 
 
 @dataclass(slots=True)
-class RunHoldings:
-    """What one run keeps on disk, in bytes by kind."""
+class RunDiskUsage:
+    """Bytes on disk of one run, by kind."""
 
     run_id: str
     base_model: str = ""
@@ -52,8 +52,8 @@ class RunHoldings:
 
 
 @dataclass(slots=True)
-class Holdings:
-    runs: list[RunHoldings]
+class DiskUsage:
+    runs: list[RunDiskUsage]
     """Largest first."""
     database: int
     other: int
@@ -66,14 +66,14 @@ class Holdings:
         return folders + self.database + self.other
 
 
-def holdings(data_dir: Path) -> Holdings:
-    """What a data folder holds. Changes nothing."""
+def disk_usage(data_dir: Path) -> DiskUsage:
+    """Measure what lies in a data folder. Changes nothing."""
     database, folders = database_of(data_dir), DataFolder(data_dir)
-    runs: dict[str, RunHoldings] = {}
+    runs: dict[str, RunDiskUsage] = {}
     with connect(database) as connection:
         for run_id, base, used_at, unloaded, status, name in connection.execute(_RUNS):
             is_open = not unloaded and status == "active"
-            runs[run_id] = RunHoldings(run_id, base, name or "", used_at, is_open)
+            runs[run_id] = RunDiskUsage(run_id, base, name or "", used_at, is_open)
         for owner, kind, folder in connection.execute(_FOLDERS):
             _of(runs, str(owner)).sizes[kind] += folder_size(folders.path(folder))
         for run_id, size in connection.execute(_BODIES):
@@ -81,7 +81,7 @@ def holdings(data_dir: Path) -> Holdings:
     kept = sum(run.total - run.sizes["journal"] for run in runs.values())
     files = sum(file.stat().st_size for file in data_dir.glob("tinkex.db*"))
     found = sorted((run for run in runs.values() if run.total), key=lambda run: -run.total)
-    return Holdings(found, files, max(folder_size(data_dir) - kept - files, 0))
+    return DiskUsage(found, files, max(folder_size(data_dir) - kept - files, 0))
 
 
 def checkpoint_paths(data_dir: Path, *, limit: int) -> list[tuple[str, str]]:
@@ -91,12 +91,12 @@ def checkpoint_paths(data_dir: Path, *, limit: int) -> list[tuple[str, str]]:
         return [(str(path), str(kind)) for path, kind in connection.execute(order, (limit,))]
 
 
-def _of(runs: dict[str, RunHoldings], owner: str) -> RunHoldings:
+def _of(runs: dict[str, RunDiskUsage], owner: str) -> RunDiskUsage:
     """The run of a row. Of unnamed weights only the session is known; its first run has them."""
     if owner in runs:
         return runs[owner]
     first = next((run for run in runs.values() if run.run_id.startswith(f"{owner}:")), None)
-    return first or runs.setdefault(owner, RunHoldings(owner))
+    return first or runs.setdefault(owner, RunDiskUsage(owner))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def clear(data_dir: Path, *, older_than_s: float, run_id: str = "", wait_s: floa
     Raises:
         InUseError: A server uses the folder.
     """
-    before = holdings(data_dir)
+    before = disk_usage(data_dir)
     store = Store.in_folder(data_dir)
     try:
         store.claim(wait_s, data_dir=data_dir)
@@ -124,11 +124,11 @@ def clear(data_dir: Path, *, older_than_s: float, run_id: str = "", wait_s: floa
         _remove(store, DataFolder(data_dir), with_quarantine=not run_id)
     finally:
         store.close()
-    after = holdings(data_dir)
+    after = disk_usage(data_dir)
     return Cleared(len(chosen), max(before.total - after.total, 0))
 
 
-def _chosen(found: Holdings, before: float, run_id: str) -> Iterator[RunHoldings]:
+def _chosen(found: DiskUsage, before: float, run_id: str) -> Iterator[RunDiskUsage]:
     for run in found.runs:
         if run_id:
             if run.run_id == run_id:

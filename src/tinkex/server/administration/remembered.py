@@ -19,7 +19,7 @@ class Remembered:
         self._found: dict[Hashable, tuple[float, asyncio.Task[Any]]] = {}
 
     async def of(self, key: Hashable, find: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What `find` gave for this key, at most `for_s` seconds ago."""
+        """The value that `find` gave for this key, at most `for_s` seconds ago."""
         now = time.monotonic()
         until, task = self._found.get(key, (0.0, None))
         if task is None or until <= now or (task.done() and _failed(task)):

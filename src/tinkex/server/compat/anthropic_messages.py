@@ -137,7 +137,7 @@ def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
 
 
 def _taken(content: Any, path: str) -> str | list[dict[str, Any]] | None:
-    """What may stand in the result of a tool: a text, or a list of blocks."""
+    """The content of a tool's result, which is a text or a list of blocks."""
     if content is None or isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(block, dict) for block in content):
@@ -157,7 +157,7 @@ def _block_text(block: dict[str, Any], path: str) -> str:
 
 
 def _messages(turn: _Turn, index: int) -> list[Message]:
-    """One turn may hold results of tools and words: each result is a message of its own."""
+    """The messages of one turn: each result of a tool is a message of its own."""
     path = f"messages[{index}].content"
     if isinstance(turn.content, str):
         return [Message(role=turn.role, content=turn.content)]
@@ -218,6 +218,8 @@ async def messages(request: Request, user: CurrentUser) -> Response:
 
 
 class MessagesAnswer(BlockAnswer):
+    """An answer in Anthropic's dialect."""
+
     failure = staticmethod(refusals.anthropic_error)
 
     def __init__(self, model: str, dialogue: Dialogue) -> None:

@@ -20,7 +20,7 @@ from tinkex.types import SampleResponse
 
 
 def pieces_of(message: Message) -> list[Piece]:
-    """One piece for each block of a whole answer; a text, though empty, where nothing else is."""
+    """The blocks of a whole answer, a piece each; a text, though empty, where nothing else is."""
     pieces = [Piece("reasoning", message.reasoning)] if message.reasoning else []
     if message.content or not message.tool_calls:
         pieces.append(Piece("content", message.content))
@@ -28,7 +28,7 @@ def pieces_of(message: Message) -> list[Piece]:
 
 
 class BlockAnswer(ABC):
-    """One answered request. A stream says what is said in a block by `grown`, then by `ended`."""
+    """An answered request. In a stream a block is `opened`, `grown` piece by piece, and `ended`."""
 
     failure: Callable[[Response], dict[str, Any]] = staticmethod(refusals.openai_error)
 

@@ -36,7 +36,7 @@ from tinkex.server.http.dependencies import service_of
 from tinkex.server.process.off_loop import off_loop
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
-from tinkex.wire.budget import JsonShape, json_shape
+from tinkex.wire.budget import JsonShape, json_shape, quick_json_shape
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Conversing")
@@ -95,7 +95,7 @@ class Asked:
             calls += message.tool_calls
         fields.at_most(len(calls), fields.MAX_ALL_CALLS, "calls of tools in all", "messages")
         given = [call.arguments.encode("utf-8", "surrogatepass") for call in calls]
-        if exceeded := _together(map(fields.quick_shape, given)):
+        if exceeded := _together(map(quick_json_shape, given)):
             exceeded = _together(map(json_shape, given))
         if exceeded:
             raise InvalidInputError(
@@ -147,7 +147,7 @@ class Conversing(SamplingFields):
         fields.at_most(in_all[_CALLS], fields.MAX_ALL_CALLS, f"{_CALLS} in all", cls.turns)
 
     def asked(self) -> Asked:
-        """What it asks for; refuses what cannot be had."""
+        """The call in nobody's dialect; refuses what cannot be had."""
         raise NotImplementedError
 
     def option_fields(self) -> Mapping[str, str]:
@@ -240,7 +240,7 @@ class Dialogue:
         return await off_loop(num_tokens * (1 + self.asked.topk) * TOKEN_BYTES, work, *args)
 
     async def pieces(self) -> AsyncIterator[tuple[int, list[Piece], NewTokens]]:
-        """What is said, while it is said; `result` gives the whole when this ends."""
+        """Pieces of the answers while they are made; `result` gives the whole when this ends."""
         speakers = [self.answer_text() for _ in range(self.asked.num_answers)]
         async for new in self.generation.tokens():
             answer_text = speakers[new.index]

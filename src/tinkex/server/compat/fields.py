@@ -5,7 +5,7 @@ last is only for fields that cannot change what is answered, such as a note of t
 
 A body of 400 bytes can unpack into a hundred thousand objects. So its lists, objects, keys and
 values are counted before any of them is built (`JsonBounds`); then it waits for room for what it
-becomes, then for one of a few places, fair between users; only then is it parsed and checked, on a
+becomes, then for one of a few turns, fair between users; only then is it parsed and checked, on a
 thread. A body of few parts, as most are, is read at once.
 """
 
@@ -32,7 +32,13 @@ from tinkex.server.http.bodies import parse_in_turn, read_body, reserve_parsed
 from tinkex.server.process.off_loop import LARGE_BYTES, off_loop
 from tinkex.types.fields.bounds import listing
 from tinkex.wire import json_codec
-from tinkex.wire.budget import JsonShape, json_shape
+from tinkex.wire.budget import (
+    CHECKED,
+    JsonShape,
+    json_shape,
+    parsed_json_bytes,
+    quick_json_shape,
+)
 
 IGNORED_HEADER = "x-tinkex-ignored"
 MAX_TEXT = 16_000_000
@@ -120,21 +126,6 @@ CONVERSATION = JsonBounds(containers=50_000, keys=150_000, values=250_000, depth
 """Four thousand messages of an agent, in parts and with two thousand calls, have 20,000 objects."""
 AT_ONCE = JsonBounds(containers=512, keys=2048, values=4096, depth=64)
 """What is read on the event loop: a millisecond or two."""
-CONTAINER_BYTES, VALUE_BYTES = 800, 120
-"""What a list or an object costs in memory once it is checked, and what any other value does."""
-
-
-def quick_shape(text: bytes) -> JsonShape:
-    """At most what the text holds: every bracket, colon and comma counts, those in texts too."""
-    containers = text.count(b"{") + text.count(b"[")
-    return JsonShape(containers, text.count(b":"), text.count(b","), containers)
-
-
-def parsed_bytes(raw: bytes, shape: JsonShape) -> int:
-    """About what a body becomes: its objects, and its texts, as one letter makes them wide."""
-    is_narrow = raw.isascii() and b"\\u" not in raw
-    text = len(raw) * (2 if is_narrow else 5)
-    return text + shape.containers * CONTAINER_BYTES + shape.num_values * VALUE_BYTES
 
 
 class ForeignBody(BaseModel):
@@ -182,12 +173,12 @@ class ForeignBody(BaseModel):
         return sorted({*(n for n, value in extra.items() if value is not None), *self.unheeded()})
 
     def unheeded(self) -> set[str]:
-        """What was asked for inside a field and does nothing, such as `tools.strict`."""
+        """Names of settings inside fields that do nothing here, such as `tools.strict`."""
         return set()
 
 
 class SamplingFields(ForeignBody):
-    """What every dialect has in common. None is what OpenAI's clients send for "not given"."""
+    """Fields that every dialect has. None is what OpenAI's clients send for "not given"."""
 
     model: Name
     temperature: sampling.Temperature | None = None
@@ -220,12 +211,12 @@ async def read(request: Request, kind: type[B], then: Callable[[B], T]) -> T:
     """
     raw = await read_body(request)
     is_small = len(raw) < LARGE_BYTES
-    shape = quick_shape(raw) if is_small else None
+    shape = quick_json_shape(raw) if is_small else None
     if shape is None or AT_ONCE.exceeded(shape):
         shape = await off_loop(len(raw), json_shape, raw)
     if exceeded := kind.bounds.exceeded(shape):
         raise InvalidInputError(f"the body has {exceeded}; send {kind.fewer}")
-    await reserve_parsed(request, parsed_bytes(raw, shape))
+    await reserve_parsed(request, parsed_json_bytes(raw, shape, CHECKED))
     if is_small and not AT_ONCE.exceeded(shape):
         return _judged(raw, kind, then)
     return await parse_in_turn(request, len(raw) + shape.num_values, _judged, raw, kind, then)

@@ -26,7 +26,7 @@ _MODULES = (openai_chat, openai_completions, openai_responses)
 
 
 def endpoints() -> dict[str, Callable[[Request, User], Awaitable[Response]]]:
-    """What is posted to, by its path; each takes (request, user)."""
+    """Handlers of POST requests by their paths; each takes (request, user)."""
     routers = [(prefix, module.router) for prefix in PREFIXES for module in _MODULES]
     return {
         f"{prefix}{route.path}": route.endpoint

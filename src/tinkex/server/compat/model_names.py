@@ -22,7 +22,7 @@ KNOWN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SampleTarget:
-    """What to sample from."""
+    """The weights that a name stands for."""
 
     name: str
     """As the caller wrote it."""

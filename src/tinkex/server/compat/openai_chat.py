@@ -256,7 +256,7 @@ async def chat_completions(request: Request, user: CurrentUser) -> Response:
 
 
 class ChatAnswer:
-    """One answered request: the whole object, or its chunks."""
+    """An answered request: the whole object, or its chunks."""
 
     def __init__(self, body: ChatRequest, dialogue: Dialogue) -> None:
         self._body = body

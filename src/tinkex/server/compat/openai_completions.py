@@ -109,7 +109,7 @@ class CompletionRequest(SamplingFields):
 
 @dataclass(slots=True)
 class _Call:
-    """One request on its way."""
+    """A request whose model is known and whose prompts are tokens."""
 
     body: CompletionRequest
     request: Request
@@ -260,7 +260,7 @@ def _finish(sequence: SampledSequence) -> str:
 
 
 Row = tuple[int, float | None, Sequence[tuple[int, float]]]
-"""A token, its logprob, and the likeliest at its place."""
+"""A token, its logprob, and the likeliest at its position."""
 
 
 def _prompt_rows(prompt: Sequence[int], response: SampleResponse) -> list[Row]:

@@ -183,6 +183,8 @@ async def responses(request: Request, user: CurrentUser) -> Response:
 
 
 class ResponsesAnswer(BlockAnswer):
+    """An answer in the dialect of OpenAI's responses."""
+
     def __init__(self, body: ResponsesRequest, dialogue: Dialogue) -> None:
         super().__init__(dialogue)
         self._number = 0  # of the next event

@@ -15,7 +15,7 @@ from tinkex.types import SampledSequence, SampleResponse
 def usage(
     num_prompt: int, response: SampleResponse, num_thoughts: int | None = None
 ) -> dict[str, Any]:
-    """What was read and made, also what was cut off the answer; thoughts only where they are read.
+    """Counts of tokens read and made, also of those cut off; thoughts only where they are read.
 
     Completions have no thoughts, chats have.
     """

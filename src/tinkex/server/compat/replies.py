@@ -27,7 +27,7 @@ def whole(content: bytes | Mapping[str, Any], headers: Mapping[str, str]) -> Res
 
 
 def event(body: Mapping[str, Any], kind: str = "") -> bytes:
-    """One event; those of chats and completions have no kind."""
+    """A server-sent event; chats and completions give theirs no kind."""
     name = b"event: " + kind.encode() + b"\n" if kind else b""
     return name + b"data: " + orjson.dumps(body) + b"\n\n"
 

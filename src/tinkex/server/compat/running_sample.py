@@ -34,7 +34,7 @@ MAX_TOLD = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpec:
-    """What to sample, in the sampler's own terms."""
+    """A sample to run, in the sampler's own terms."""
 
     target: SampleTarget
     info: ModelInfo

@@ -85,7 +85,7 @@ class AnswerText:
         return self._first_call(pieces) if self._one_call else pieces
 
     def _uncut(self, text: str) -> str:
-        """What certainly stands before any stop string; the rest is held back."""
+        """The text that certainly stands before any stop string; the rest is held back."""
         if self._is_cut or not self._stops:
             return "" if self._is_cut else text
         before = len(self._held)

@@ -50,7 +50,7 @@ class Lines:
     offset: int = 0
 
     def new(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Objects that were added since the last look, each with the place where it stands."""
+        """Objects that were added since the last look, each with its offset in the file."""
         with self.file.open("rb") as source:
             source.seek(self.offset)
             while line := source.readline(MAX_LINE):
@@ -74,7 +74,7 @@ class Folder:
     metrics: Lines
     rollouts: Lines
     curves: dict[str, Curve] = field(default_factory=dict)
-    places: dict[int, list[int]] = field(default_factory=dict)
+    offsets: dict[int, list[int]] = field(default_factory=dict)
     """Where in the rollouts each step's answers stand."""
     num_lines: int = 0
     last_step: float = 0
@@ -121,19 +121,19 @@ class Folder:
         with self.lock:
             if self.rollouts.was_cut:
                 self.rollouts.offset = 0
-                self.places.clear()
+                self.offsets.clear()
             for at, line in self.rollouts.new():
                 step = number_in(line.get("step"))
-                if step is not None and (step in self.places or len(self.places) < MAX_STEPS):
-                    self.places.setdefault(int(step), []).append(at)
-            return sorted(self.places)
+                if step is not None and (step in self.offsets or len(self.offsets) < MAX_STEPS):
+                    self.offsets.setdefault(int(step), []).append(at)
+            return sorted(self.offsets)
 
     def answers(self, step: int, limit: int = 1024) -> list[dict[str, Any]]:
         if step not in self.rollout_steps():
             return []
         found = []
         with self.rollouts.file.open("rb") as source:
-            for at in self.places[step][:limit]:
+            for at in self.offsets[step][:limit]:
                 source.seek(at)
                 if (one := _object(source.readline(MAX_LINE))) is not None:
                     found.append(one)
@@ -248,8 +248,8 @@ class FolderRuns(Source):
             return
         self._looked_at = time.monotonic()
         found: dict[str, Path] = {}
-        for place, folders, files in os.walk(self._root):
-            path = Path(place)
+        for folder, folders, files in os.walk(self._root):
+            path = Path(folder)
             if METRICS in files:
                 found[_id_of(path.relative_to(self._root))] = path
             if len(path.relative_to(self._root).parts) >= MAX_DEPTH:

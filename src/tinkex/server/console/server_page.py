@@ -133,7 +133,7 @@ async def _shown(request: Request, find: str = "", users_page: int = 0) -> dict[
 
 
 async def _moving(request: Request) -> dict[str, Any]:
-    """What changes while one looks."""
+    """Facts that change from moment to moment."""
     service = service_of(request)
     metrics = dependencies_of(request).metrics
     at, tokens = await _administration(request).tokens()
@@ -181,7 +181,7 @@ def _process_bytes(member: Worker) -> int:
 
 
 async def _usage(request: Request) -> dict[str, list[dict[str, Any]]]:
-    """What each user, key and run used in the last day; most device time first."""
+    """Usage of each user, key and run in the last day; most device time first."""
     administration = _administration(request)
     found = {by: await administration.usage(by, DAY_HOURS, MAX_USED) for by in USED_BY}
     return {f"usage_by_{by}": _told(used) for by, used in found.items()}
@@ -253,7 +253,7 @@ async def set_quota(
     name: Text,
     limit: Annotated[str, Form(max_length=30)] = "",
 ) -> Response:
-    """One limit of one user; an empty one goes back to the server's own."""
+    """Set a limit of one user; an empty one goes back to the server's own."""
     await _administration(request).set_quotas(admin, user_id, {name: _amount(limit)})
     return _back()
 

@@ -41,7 +41,7 @@ _templates = Environment(
 
 
 class PageRoute(APIRoute):
-    """A page that a stranger cannot see sends to the login; any other failure is a page too."""
+    """A page that needs a login sends there; any other failure is a page too."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()

@@ -34,7 +34,7 @@ Text = Annotated[str, Field(max_length=200)]
 
 
 class Query(BaseModel):
-    """What of the runs a visitor wants to see, as the page's address says it."""
+    """The runs that a visitor wants to see, as the page's address says it."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
     page: Annotated[int, Field(ge=0, le=1_000_000)] = 0
@@ -80,7 +80,7 @@ class Source(Protocol):
     async def curves(self, run_id: str) -> dict[str, Curve]: ...
 
     def doing(self, run_id: str) -> str:
-        """What the run does right now, where that is known."""
+        """The work of a run right now, in words, where that is known."""
         return ""
 
     async def rollout_steps(self, run_id: str) -> list[int]: ...
@@ -107,7 +107,7 @@ class VisitorAuth(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConsoleDependencies:
-    """What the pages need, over a server and over folders alike."""
+    """The parts that pages need, over a server and over folders alike."""
 
     source: Source
     auth: VisitorAuth
@@ -147,7 +147,7 @@ def _told(curve: Curve, start: int = 0) -> dict[str, Any]:
 
 
 class Growth:
-    """What a page has seen of a run's curves, and what it has not."""
+    """The points of a run's curves that a page has not seen yet."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int]] = {}

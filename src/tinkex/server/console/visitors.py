@@ -23,7 +23,7 @@ _FORM_SECRET = secrets.token_bytes(32)
 
 
 def cookie_name(request: Request) -> str:
-    """One for each port: browsers send a cookie to every port of a host."""
+    """The cookie of this port: browsers send a cookie to every port of a host."""
     return f"tinkex_console_{request.url.port or 0}"
 
 
@@ -32,7 +32,7 @@ def _cookie(request: Request) -> str | None:
 
 
 def put_off(request: Request, exc: Exception) -> Exception:
-    """What to tell a visitor: one who brings wrong keys, again and again, is asked to wait.
+    """The failure to show a visitor: whoever brings wrong keys, again and again, is asked to wait.
 
     A visitor without any is only sent to the login.
     """
@@ -69,7 +69,7 @@ AdminVisitor = Annotated[User, Depends(admin_visitor)]
 
 
 def form_token(request: Request) -> str:
-    """What a form of this visitor must carry."""
+    """The token that a form of this visitor must carry."""
     who = (_cookie(request) or "open").encode()
     return hmac.new(_FORM_SECRET, who, hashlib.blake2b).hexdigest()[:40]
 

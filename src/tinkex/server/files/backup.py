@@ -41,7 +41,7 @@ _LIMITS = tar.TarLimits(max_members=10_000_000, max_bytes=1 << 62)
 
 @dataclass(slots=True)
 class Found:
-    """What lies in a data folder, held against its database."""
+    """The files of a data folder, held against its database."""
 
     num_listed: int = 0
     missing: list[str] = field(default_factory=list)
@@ -208,7 +208,7 @@ def vacuum(data_dir: Path) -> tuple[int, int]:
 
 
 def _size_of(database: Path) -> int:
-    """What a crash left in the log beside it is part of the database."""
+    """Bytes of a database with the log beside it, where a crash may have left a part of it."""
     files = (database, database.with_name(f"{database.name}-wal"))
     return sum(file.stat().st_size for file in files if file.exists())
 

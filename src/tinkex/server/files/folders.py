@@ -47,7 +47,7 @@ class DataFolder:
         return path
 
     def name(self, path: Path) -> str:
-        """What a row says of a folder made here."""
+        """The name by which a row knows a folder made here."""
         return path.relative_to(self.root).as_posix()
 
     def remove(self, name: str) -> bool:

@@ -183,7 +183,7 @@ class Bucket:
 
 
 def _in_words(exc: Exception) -> str:
-    """What went wrong, as a person would say it; the library's own line where we know no better."""
+    """The failure as a person would say it; the library's own line where we know no better."""
     text = str(exc)
     for sign, words in _SIGNS:
         if sign in text:

@@ -42,7 +42,7 @@ class Sweeper:
             await asyncio.sleep(ROUND_S)
 
     async def sweep(self, now: float | None = None) -> None:
-        """One round."""
+        """Make one round."""
         now = self._clock.now() if now is None else now
         await self._shelf.expire(now)
         await self._store.call(self._store.journal.sweep, now)

@@ -1,6 +1,6 @@
 """What a connection may cost before anybody knows whose it is.
 
-A stranger can open connections, send headers that never end, send a body a byte at a time, or not
+Anybody can open connections, send headers that never end, send a body a byte at a time, or not
 read the answer. `Guarded` is uvicorn's protocol with a bound on each: bytes and seconds of the
 head, seconds between two pieces of a body and for all of it, seconds in which an answer is not read
 at all, and connections per address. It knows bytes and clocks, not routes or keys.
@@ -114,7 +114,7 @@ class ConnectionLimits:
 
 
 def guarded(limits: ConnectionLimits) -> type[asyncio.Protocol]:
-    """What uvicorn makes connections of, for its `http` option."""
+    """The class of connections for uvicorn's `http` option."""
     return cast(type[asyncio.Protocol], partial(Guarded, limits))
 
 

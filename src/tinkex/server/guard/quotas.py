@@ -32,7 +32,7 @@ MAX_REMEMBERED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """One limit: its name, what it counts, and what a user does who has reached it."""
+    """A limit: its name, what it counts, and what a user does who has reached it."""
 
     name: str
     counts: str
@@ -154,7 +154,7 @@ class Quotas:
             self._own.pop(user.user_id, None)
 
     def limit(self, user_id: str, name: str) -> float:
-        """What holds for a user; 0 means no limit."""
+        """The limit that holds for a user; 0 means none."""
         own = self._own.get(user_id)
         return self._defaults[name] if own is None else own.get(name, self._defaults[name])
 
@@ -197,7 +197,7 @@ class Quotas:
             bucket.amount -= 1
 
     def _bucket(self, name: str | int | None, per_minute: float) -> _Count:
-        """What is left to spend now."""
+        """The bucket with the requests that are left to make now."""
         rate = per_minute / 60
         now, burst = self._clock(), max(1.0, BURST_S * rate)
         bucket = self._buckets.get(name)

@@ -22,7 +22,7 @@ from tinkex.server.process.off_loop import LARGE_BYTES, off_loop
 from tinkex.server.process.problems import ApiError
 from tinkex.wire import requests, sample_batch
 from tinkex.wire.body import BodyTooLargeError, frame_size, unpack, unpacked_size
-from tinkex.wire.budget import parsed_json_bytes
+from tinkex.wire.budget import check_json, parsed_json_bytes, quick_json_shape
 from tinkex.wire.generation import names_protobuf
 from tinkex.wire.requests import Opened
 
@@ -47,7 +47,7 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
 
 
 def header(request: Request, name: bytes) -> str:
-    """One header, empty when it was not sent. Starlette looks through all of them each time."""
+    """A header, empty when it was not sent. Starlette looks through all of them each time."""
     return headers_of(request.scope).get(name, b"").decode("latin-1")
 
 
@@ -209,7 +209,7 @@ async def open_samples(request: Request) -> list[Opened]:
 
 
 async def _in_turn(request: Request, name: str, work: Callable[[str, bytes, str], T]) -> T:
-    """What `work` makes of the body, off the event loop unless it is small.
+    """Run `work` on the body, off the event loop unless it is small.
 
     A parser of JSON holds the interpreter's lock from end to end, so large JSON waits for room for
     what it becomes, then for one of a few turns, fair between users: that of `/v1`, too.
@@ -217,8 +217,14 @@ async def _in_turn(request: Request, name: str, work: Callable[[str, bytes, str]
     raw, kind = await read_body(request), header(request, b"content-type")
     if len(raw) < LARGE_BYTES or names_protobuf(kind):
         return await off_loop(len(raw), work, name, raw, kind)
-    await reserve_parsed(request, await asyncio.to_thread(parsed_json_bytes, raw))
+    await reserve_parsed(request, await asyncio.to_thread(_room_for, raw))
     return await parse_in_turn(request, len(raw), work, name, raw, kind)
+
+
+def _room_for(raw: bytes) -> int:
+    """Bytes that a body of JSON becomes; refuses one that is too much."""
+    check_json(raw)
+    return parsed_json_bytes(raw, quick_json_shape(raw))
 
 
 async def parse_in_turn(request: Request, cost: int, work: Callable[..., T], *args: Any) -> T:

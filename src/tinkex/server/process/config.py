@@ -204,7 +204,7 @@ class ServerConfig:
 
     @property
     def _shares_device(self) -> bool:
-        """One entry that stands for as many devices as are needed."""
+        """Whether the one entry of `devices` stands for as many as are needed."""
         return len(self.devices) == 1 and self.devices[0] in ("auto", "cpu")
 
     def __post_init__(self) -> None:

@@ -88,7 +88,7 @@ class Room:
 
 
 def trouble(exc: BaseException) -> str | None:
-    """What to tell a client about a write that found no room; None for every other failure."""
+    """The text for a client whose write found no room; None for every other failure."""
     for link in _chain(exc):
         if isinstance(link, DiskFullError):
             return str(link)

@@ -27,7 +27,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: at, level, logger, message, and where there is one, request_id."""
+    """An object a line: at, level, logger, message, and where there is one, request_id."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {

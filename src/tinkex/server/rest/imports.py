@@ -163,7 +163,7 @@ async def _try_to_load(service: Service, folder: Path, base_model: str) -> str:
 
 
 def _lora(config: dict[str, Any]) -> dict[str, Any]:
-    """What the run's LoRA fields say about a foreign adapter, from the modules it targets."""
+    """The run's LoRA fields for a foreign adapter, from the modules it targets."""
     targets = config.get("target_modules") or []
     names = " ".join(map(str, targets)) if isinstance(targets, list) else str(targets)
     known = bool(names) and names != "all-linear"

@@ -103,7 +103,7 @@ async def _with_progress(service: Service, models: list[Model]) -> list[types.Tr
 
 
 def _where_it_runs(pool: Pool, model_id: str) -> dict[str, Any]:
-    """Who has a run in memory, and where the time of its steps goes."""
+    """The workers that have a run in memory, and where the time of its steps goes."""
     workers = [
         types.RunWorker(
             name=member.name,

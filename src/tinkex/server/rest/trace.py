@@ -63,5 +63,5 @@ def _slices(op: JournalRow, thread: int) -> Iterator[dict[str, Any]]:
 
 
 def _event(op: JournalRow, thread: int, phase: str, at: float, **fields: Any) -> dict[str, Any]:
-    place = {"ph": phase, "ts": at * 1e6, "pid": PROCESS, "tid": thread, "cat": "training"}
-    return place | fields
+    event = {"ph": phase, "ts": at * 1e6, "pid": PROCESS, "tid": thread, "cat": "training"}
+    return event | fields
