@@ -44,6 +44,6 @@ def _describe(operation: dict[str, Any], endpoint: Endpoint, schemas: dict[str, 
 
 def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
     """The schema of a message; those of its parts go to `schemas`."""
-    found = TypeAdapter(kind).json_schema(ref_template=_REF, mode="validation")
-    schemas.update(found.pop("$defs", {}))
-    return found
+    schema = TypeAdapter(kind).json_schema(ref_template=_REF, mode="validation")
+    schemas.update(schema.pop("$defs", {}))
+    return schema

@@ -116,11 +116,11 @@ class Shelf:
         Raises:
             InvalidInputError: The name is taken and `overwrite` is not set.
         """
-        found = await self._store.call(self._store.checkpoints.get, str(path))
-        if found is None:
+        checkpoint = await self._store.call(self._store.checkpoints.get, str(path))
+        if checkpoint is None:
             return None
-        if request_id is not None and found.request_id == request_id:
-            return found
+        if request_id is not None and checkpoint.request_id == request_id:
+            return checkpoint
         if not overwrite:
             raise InvalidInputError(
                 f"{path} exists already. Save under another name, delete it first, or pass "
@@ -188,18 +188,18 @@ class Shelf:
         Raises:
             ApiError: 404, the same for a foreign checkpoint as for an absent one.
         """
-        found = await self._store.call(self._store.checkpoints.get, str(parse_path(path)))
+        checkpoint = await self._store.call(self._store.checkpoints.get, str(parse_path(path)))
         owners = {user.user_id, token_user.user_id if token_user else user.user_id}
-        if found is None or not (found.public or found.user_id in owners):
+        if checkpoint is None or not (checkpoint.public or checkpoint.user_id in owners):
             raise absent(path)
-        return found
+        return checkpoint
 
     async def owned(self, path: TinkerPath, user: User) -> Checkpoint:
         """A checkpoint of `user`'s own; a foreign one, even public, is a 404."""
-        found = await self._store.call(self._store.checkpoints.get, str(path))
-        if found is None or found.user_id != user.user_id:
+        checkpoint = await self._store.call(self._store.checkpoints.get, str(path))
+        if checkpoint is None or checkpoint.user_id != user.user_id:
             raise absent(str(path))
-        return found
+        return checkpoint
 
     async def delete(self, checkpoint: Checkpoint, event: str = "checkpoint_deleted") -> None:
         """The row first, with a note of its folder: a crash in between leaves no broken listing."""
@@ -227,7 +227,7 @@ class Shelf:
         """Duplicate a checkpoint's folder and list it under `target` for `user`."""
         async with self.making(target) as folder:
             await asyncio.to_thread(_copy_folder, await self.at_hand(source.folder), folder)
-            made = replace(
+            copied = replace(
                 source,
                 path=str(target),
                 model_id=target.run_id,
@@ -239,8 +239,8 @@ class Shelf:
                 request_id=None,
                 **changes,  # type: ignore[arg-type]
             )
-            await self.register(made)
-        return made
+            await self.register(copied)
+        return copied
 
     async def expire(self, now: float | None = None) -> int:
         """Delete everything whose time has come; gives how many. The sweeper calls this."""

@@ -83,11 +83,11 @@ class Bucket:
         probe, text = f".probe-{secrets.token_hex(8)}", b"tinkex"
         try:
             obstore.put(store, probe, text)
-            found = bytes(obstore.get(store, probe).bytes())
+            content = bytes(obstore.get(store, probe).bytes())
             obstore.delete(store, probe)
         except (BaseError, FileNotFoundError) as exc:
             raise ConfigError(f"cannot use {self.url}: {_in_words(exc)} {_ADVICE}") from exc
-        if found != text:
+        if content != text:
             raise ConfigError(f"{self.url} gave back other bytes than were put there.")
 
     def bind(self, store_id: str) -> None:
@@ -99,21 +99,21 @@ class Bucket:
         try:
             obstore.put(self._store, OWNER, store_id.encode(), mode="create")
         except AlreadyExistsError:
-            found = bytes(obstore.get(self._store, OWNER).bytes()).decode(errors="replace")
-            if found != store_id:
+            owner = bytes(obstore.get(self._store, OWNER).bytes()).decode(errors="replace")
+            if owner != store_id:
                 raise ConfigError(
-                    f"{self.url} holds the checkpoints of the database with the id {found[:80]!r}, "
+                    f"{self.url} holds the checkpoints of the database with the id {owner[:80]!r}, "
                     f"and this one has the id {store_id!r}. Nothing was touched. Give each server "
                     "a prefix of its own, or the database that belongs to this one."
                 ) from None
 
     def stored(self) -> set[str]:
         """The names of all folders that are here whole."""
-        found: set[str] = set()
+        names: set[str] = set()
         for page in obstore.list(self._store):
             paths = (str(entry["path"]) for entry in page)
-            found.update(path.removesuffix(LIST) for path in paths if path.endswith(LIST))
-        return found
+            names.update(path.removesuffix(LIST) for path in paths if path.endswith(LIST))
+        return names
 
     # ------------------------------------------------------------------------ folders
 

@@ -160,16 +160,16 @@ class Auth:
         seen = self._seen.get(credential)
         if seen is not None and seen.until > time.monotonic():
             return seen.identity
-        found = await self._look_up(credential)
+        identity = await self._look_up(credential)
         if len(self._seen) >= CACHE_SIZE:
             self._seen.clear()
-        self._seen[credential] = _Seen(found, time.monotonic() + min(found.valid_s, CACHE_S))
-        return found
+        self._seen[credential] = _Seen(identity, time.monotonic() + min(identity.valid_s, CACHE_S))
+        return identity
 
     async def grantor(self, credential: str | None) -> tuple[str, int | None]:
         """(user, key) behind a credential, for what is given away in their name."""
-        found = await self.identity_of(credential)
-        return found.user.user_id, found.key_id
+        identity = await self.identity_of(credential)
+        return identity.user.user_id, identity.key_id
 
     async def key_of(self, credential: str | None) -> ApiKey | None:
         """The record of an API key; None for tokens and in open mode."""
@@ -183,16 +183,16 @@ class Auth:
 
     async def issue_token(self, credential: str | None) -> str:
         """A signed token that acts for a key, good for an hour or until the key is revoked."""
-        found = await self.identity_of(credential)
+        identity = await self.identity_of(credential)
         now = int(time.time())
         claims = {
             "iss": ISSUER,
-            "sub": user_urn(found.user.user_id),
+            "sub": user_urn(identity.user.user_id),
             "org_id": ORGANIZATION,
-            "email": found.user.email,
+            "email": identity.user.email,
             "iat": now,
             "exp": now + TOKEN_TTL_S,
-            _KEY_CLAIM: found.key_id,
+            _KEY_CLAIM: identity.key_id,
         }
         return jwt.encode(claims, self._secret, algorithm="HS256")
 

@@ -144,7 +144,12 @@ class Joined:
             self._transport.write(data)
 
 
+# uvicorn has no setting for any of these bounds, and ASGI shows a request only when its head is
+# whole. So this class overrides methods that uvicorn keeps private: test_strangers holds each bound
+# over real sockets, and fails when a release of uvicorn moves one of them.
 class Guarded(HttpToolsProtocol):
+    """uvicorn's connection with the bounds of `ConnectionLimits`."""
+
     def __init__(self, limits: ConnectionLimits, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.limits = limits

@@ -108,7 +108,7 @@ def read_quotas(entries: Iterable[str]) -> dict[str, float]:
     Raises:
         ConfigError: Not of that form, or no quota.
     """
-    found: dict[str, float] = {}
+    settings: dict[str, float] = {}
     for entry in entries:
         name, _, text = entry.partition("=")
         scale = _SCALES.get(text[-1:].lower(), 0)
@@ -121,8 +121,8 @@ def read_quotas(entries: Iterable[str]) -> dict[str, float]:
                 f"--quota {entry} is not NAME=NUMBER; names are {', '.join(QUOTAS)}, and a number "
                 "may end in k, M, G or T."
             )
-        found[QUOTAS[name].setting] = value
-    return found
+        settings[QUOTAS[name].setting] = value
+    return settings
 
 
 @dataclass(slots=True)
@@ -182,8 +182,8 @@ class Quotas:
             (user.user_id, self.limit(user.user_id, "requests_per_minute"), "your keys"),
             (user.key_id, user.key_requests_per_minute, f"your key {user.key_id}"),
         )
-        found = [(self._bucket(name, rate), rate, whose) for name, rate, whose in rates if rate]
-        for bucket, rate, whose in found:
+        limited = [(self._bucket(name, rate), rate, whose) for name, rate, whose in rates if rate]
+        for bucket, rate, whose in limited:
             if bucket.amount < 1:
                 wait_s = max(1, math.ceil((1 - bucket.amount) * 60 / rate))
                 raise ApiError(
@@ -193,7 +193,7 @@ class Quotas:
                     code="quota",
                     headers={"Retry-After": str(wait_s)},
                 )
-        for bucket, _, _ in found:
+        for bucket, _, _ in limited:
             bucket.amount -= 1
 
     def _bucket(self, name: str | int | None, per_minute: float) -> _Count:
@@ -217,15 +217,15 @@ class Quotas:
         quota = _BY_PATH.get(path)
         if quota is None or not self.limit(user_id, quota.name):
             return
-        found = self._counts.get((user_id, quota.name))
-        if found is None or found.until < self._clock():
+        count = self._counts.get((user_id, quota.name))
+        if count is None or count.until < self._clock():
             amount = await self._store.call(self.count, user_id, quota.name)
-            found = _Count(amount, self._clock() + LOOK_EVERY_S)
-            self._counts[(user_id, quota.name)] = found
+            count = _Count(amount, self._clock() + LOOK_EVERY_S)
+            self._counts[(user_id, quota.name)] = count
             _trim(self._counts)
-        self.check(user_id, quota.name, found.amount)
+        self.check(user_id, quota.name, count.amount)
         if quota.name != "disk_bytes":
-            found.amount += 1
+            count.amount += 1
 
     def forget(self, user_id: str) -> None:
         """Count again, because what the user holds or may hold was changed."""

@@ -40,10 +40,10 @@ _HEADERS = "tinkex.headers"
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
     """A request's headers by their names in lower case, the first of each; made once."""
-    found: dict[bytes, bytes] | None = scope.get(_HEADERS)
-    if found is None:
-        found = scope[_HEADERS] = dict(reversed(scope["headers"]))
-    return found
+    headers: dict[bytes, bytes] | None = scope.get(_HEADERS)
+    if headers is None:
+        headers = scope[_HEADERS] = dict(reversed(scope["headers"]))
+    return headers
 
 
 def header(request: Request, name: bytes) -> str:

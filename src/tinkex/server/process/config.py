@@ -215,8 +215,8 @@ class ServerConfig:
         self._check_amounts()
         self._check_names(kind)
         if bool(self.tls_cert) != bool(self.tls_key):
-            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
-            raise ConfigError(f"{given} is set and {missing} is not; HTTPS needs both.")
+            present, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ConfigError(f"{present} is set and {missing} is not; HTTPS needs both.")
 
     def require_key(self, *, is_any_stored: bool) -> None:
         """Refuse to let everybody in: another address than loopback needs a key.
@@ -389,12 +389,12 @@ def _from_file(file: Path) -> dict[str, Any]:
 
 def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
     prefix = f"{ENV_PREFIX}SERVER_"
-    given = {key: value for key, value in env.items() if key.startswith(prefix)}
-    found = {key.removeprefix(prefix).lower(): value for key, value in given.items()}
+    prefixed = {key: value for key, value in env.items() if key.startswith(prefix)}
+    values = {key.removeprefix(prefix).lower(): value for key, value in prefixed.items()}
     for spec in fields(ServerConfig):  # the short form TINKEX_PORT works too
         if (short := ENV_PREFIX + spec.name.upper()) in env:
-            found.setdefault(spec.name, env[short])
-    return _known(found, f"{ENV_PREFIX}SERVER_* variable")
+            values.setdefault(spec.name, env[short])
+    return _known(values, f"{ENV_PREFIX}SERVER_* variable")
 
 
 def _known(values: dict[str, Any], origin: str) -> dict[str, Any]:

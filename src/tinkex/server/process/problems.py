@@ -137,11 +137,13 @@ def _validation_problem(exc: RequestValidationError) -> Response:
     return problem(400, f"{path}: {text}" if path else text, path=path)
 
 
-def install(app: FastAPI, said: Callable[[str, Response], Response] = lambda _, ours: ours) -> None:
-    """Make `app` answer every failure in the one shape; `said` may put it otherwise at a path."""
+def install(
+    app: FastAPI, reworded: Callable[[str, Response], Response] = lambda _, ours: ours
+) -> None:
+    """Make `app` answer every failure in the one shape; `reworded` may change it at a path."""
 
     async def handle(request: Request, exc: Exception) -> Response:
-        return said(request.url.path, response_for(exc))
+        return reworded(request.url.path, response_for(exc))
 
     # A handler of plain Exception answers and raises again, which ends the connection: what may
     # happen in ordinary life (a full disk) is therefore named.
