@@ -103,7 +103,7 @@ def test_a_pass_of_another_between_two_of_ours_takes_no_gradient_away(tiny, rng)
             train(visited, job(theirs, adapter_id="b"))
             is_visiting = False
 
-    visited._after_pass = visit
+    visited.passes.after_pass = visit
     train(alone, job(mine)), train(visited, job(mine))
     assert torch.equal(alone.adapters["a"].grad, visited.adapters["a"].grad)
     assert visited.adapters["b"].grad is not None

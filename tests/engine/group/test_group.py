@@ -315,7 +315,7 @@ def test_other_calls_are_made_between_the_passes_of_a_job(leader, pair, tmp_path
             sample(sampler, max_tokens=3, seed=0)
             train(both.group, job(data(seed=1)[:2], adapter_id="b"))
 
-    both.group._after_pass = lambda: leader.between(between)
+    both.group.passes.after_pass = lambda: leader.between(between)
     train(both.group, job(data()))
     train(both.alone, job(data()))
     assert did

@@ -50,7 +50,7 @@ class PassRunner:
     ) -> None:
         """`adapters` are the trainer's own, as it goes on to change them."""
         self.decoder, self.group, self.adapters = decoder, decoder.group, adapters
-        self._after_pass = after_pass
+        self.after_pass = after_pass
         self._turn_given_at = 0.0
         self._away_s = 0.0  # that others had in the middle of passes
 
@@ -122,7 +122,7 @@ class PassRunner:
     def _let_others(self) -> None:
         """Let others use the device between two passes; their failures are not the pass's."""
         with self.group.recoverable(False):
-            self._after_pass()
+            self.after_pass()
 
     def _batches(self, items: Sequence[Item], config: TrainerConfig) -> Iterator[list[Pass]]:
         """The passes, in batches between which no gradient has to wait for another.
