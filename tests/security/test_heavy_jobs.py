@@ -232,7 +232,7 @@ async def test_a_job_whose_worker_somebody_kills_is_run_again(tmp_path: Path, ke
             await _kill_at_work(world, promise["request_id"])
         await soon(lambda: worker.is_ready and worker._look().job_ids)
         (lane,) = world.service.lanes
-        (request,) = lane._requests.values()
+        (request,) = lane.queue.in_order()
         assert (request.attempts, request.memory_deaths, request.runs_alone) == (3, 0, False)
 
 
