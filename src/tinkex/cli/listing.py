@@ -29,7 +29,7 @@ class Listing:
     """Rich style by cell text, such as {"fail": "red"}."""
 
     def cells(self, item: Any) -> dict[str, Any]:
-        """What each column shows of an item, by title."""
+        """The text that each column shows of an item, by title."""
         return {title: _read(item, column) for title, column in self.columns.items()}
 
     def table(

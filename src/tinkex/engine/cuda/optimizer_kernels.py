@@ -52,7 +52,8 @@ def adamw_(
     root2 = math.sqrt(1 - p.beta2**step)
     _adamw[(triton.cdiv(weights_P.numel(), _BLOCK),)](
         weights_P, first_P, second_P, grad_P, weights_P.numel(), 1 - p.beta1, p.beta2,
-        1 - p.beta2, root2, p.eps, p.learning_rate / (1 - p.beta1**step), BLOCK=_BLOCK, num_warps=4,
+        1 - p.beta2, root2, float(p.eps), p.learning_rate / (1 - p.beta1**step),
+        BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     # torch's own kernels would say so too. Copies in low precision are made anew by this number.
     for changed in (weights_P, first_P, second_P):
