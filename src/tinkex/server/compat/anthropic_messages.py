@@ -256,6 +256,7 @@ class MessagesAnswer(BlockAnswer):
         return {"stop_reason": "stop_sequence" if stop else "end_turn", "stop_sequence": stop}
 
     def _usage(self, response: SampleResponse) -> dict[str, Any]:
+        # Anthropic's input_tokens leave out what was read from the cache; OpenAI's count it.
         cached = response.prompt_cache_hit_tokens or 0
         return {
             "input_tokens": len(self.dialogue.prompt) - cached,
@@ -316,6 +317,7 @@ def _block(piece: Piece) -> dict[str, Any]:
             "input": piece.call.parsed(),
         }
     if piece.kind == "reasoning":
+        # The signature is a required field of Anthropic's type; nothing here signs thoughts.
         return {"type": "thinking", "thinking": piece.text, "signature": ""}
     return {"type": "text", "text": piece.text}
 

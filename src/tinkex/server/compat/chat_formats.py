@@ -86,6 +86,7 @@ class ChatFormats:
         task = self._loading.get(name)
         if task is None or (task.done() and task.exception() is not None):
             task = self._loading[name] = asyncio.create_task(self._load(name))
+        # Others wait for the same task; a caller who goes away must not cancel it for them.
         return await asyncio.shield(task)
 
     async def aside(self, user: User, size: int, work: Callable[..., T], *args: Any) -> T:

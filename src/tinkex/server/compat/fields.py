@@ -54,6 +54,7 @@ MAX_OPTIONS, MAX_OPTION, MAX_OPTION_NAME = 64, 256, 100
 """Entries of a field of options, characters of one that is a text, and of its name."""
 MAX_NAMED = 32
 """Most fields of one list that the header names."""
+# Names of unknown fields are told in a header: none may bring a line break or a comma.
 _PLAIN = re.compile(r"[A-Za-z][\w-]{0,63}", re.ASCII)
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]

@@ -209,6 +209,7 @@ def _words(content: str | list[_Part] | None) -> str:
 async def list_models(request: Request, user: CurrentUser) -> Response:
     """Base models, aliases, the caller's named checkpoints and checkpoints."""
     found = await compat_of(request).names.listed(user)
+    # Anthropic's clients list models at the same path, with this header.
     if "anthropic-version" in request.headers:
         return answer(
             {

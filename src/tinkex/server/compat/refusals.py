@@ -15,6 +15,7 @@ from fastapi import Response
 from tinkex.server.guard.callers import is_foreign
 
 _MESSAGES = "/v1/messages"
+# Not Content-Length, which is that of the body in our own words.
 _KEPT_HEADERS = ("retry-after", "connection", "allow")
 
 _OPENAI = {

@@ -63,5 +63,6 @@ async def streamed(
     return StreamingResponse(
         told(),
         media_type="text/event-stream",
+        # Without the second, nginx in front of us collects events before it passes them on.
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers},
     )

@@ -25,6 +25,9 @@ from tinkex.store import User
 
 STATIC = Path(__file__).parent / "static"
 KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# Pages show what users and models wrote: should any of it slip through the escaping, it runs no
+# script. No page is shown in a frame, where a visitor could be led to click. No referrer, because
+# the address of `/console/enter` holds a token.
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "

@@ -116,5 +116,6 @@ def leave_cookie(
         samesite="strict",
         secure=request.url.scheme == "https",
         max_age=max_age_s,
+        # The API reads keys from headers alone, so no browser need send the cookie there.
         path="/console",
     )

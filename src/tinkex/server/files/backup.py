@@ -135,6 +135,7 @@ def restore(source: Path, data_dir: Path) -> Found:
             tar.extract(found, aside, _LIMITS, keep_modes=True)
         (aside / _MARK).unlink()
         if data_dir.exists():
+            # Unlike `rmtree`, this fails if somebody wrote into the folder since it was seen empty.
             data_dir.rmdir()
         aside.rename(data_dir)
     except InvalidInputError as exc:
@@ -233,6 +234,8 @@ def connect(database: Path, *, writable: bool = False) -> closing[sqlite3.Connec
 def _copy_database(source: Path, target: Path) -> None:
     with connect(source) as reader, closing(sqlite3.connect(target)) as writer:
         reader.backup(writer)
+        # The copy takes over the WAL mode of its source. Only the main file goes into the tar, so
+        # no log may be left beside it.
         writer.execute("PRAGMA journal_mode=DELETE")
 
 

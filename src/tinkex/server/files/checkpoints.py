@@ -30,6 +30,7 @@ from tinkex.types.account.checkpoints import TinkerPath, check_name
 from tinkex.types.fields.bounds import MAX_TTL_S, MIN_TTL_S
 
 log = logging.getLogger(__name__)
+# `new_folder` names a folder by a run id, so an id has no slash and does not begin with a dot.
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
 
 
@@ -138,6 +139,7 @@ class Shelf:
         if self.depot is not None:
             await self.depot.put(checkpoint.folder)
         replaced = await self._store.call(self._store.checkpoints.put, checkpoint)
+        # Only now that a row knows the folder: before, `set_strays_aside` would have moved it.
         self.end_writing(self.folders.path(checkpoint.folder))
         self._store.usage.add([_saved(checkpoint)])
         action = "checkpoint_saved" if replaced is None else "checkpoint_overwritten"

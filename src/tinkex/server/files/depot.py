@@ -48,6 +48,8 @@ class Depot:
         self._stored: set[str] = set()
         self._used_at: dict[str, float] = {}
         self._locks: dict[str, asyncio.Lock] = {}
+        # Transfers may take minutes. On the loop's own threads they would hold up those that parse
+        # bodies.
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="depot")
 
     @classmethod
@@ -73,6 +75,8 @@ class Depot:
         bucket.bind((data_dir / ID_FILE).read_text(encoding="utf-8").strip())
         depot = cls(bucket, DataFolder(data_dir), cache_bytes)
         depot._stored = bucket.stored()
+        # Last, because `refuse_without` holds the folder to this URL from now on: it is written
+        # only for a bucket that works and is bound to this database.
         (data_dir / URL_FILE).write_text(f"{bucket.url}\n", encoding="utf-8")
         return depot
 

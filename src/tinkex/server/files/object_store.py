@@ -152,6 +152,8 @@ class Bucket:
                     raise EngineError(f"{name} in the object store names a file outside itself.")
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._get_file(f"{name}/{relative}", target, size)
+            # A folder that is there counts as whole (`Depot.fetch`), after a power cut as well, so
+            # its bytes are on the disk before it has its name.
             make_safe(aside)
             aside.chmod(0o755)
             aside.rename(folder)

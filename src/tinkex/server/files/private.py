@@ -64,5 +64,6 @@ def secret(store: Store, data_dir: Path, name: str) -> bytes:
         out.flush()
         os.fsync(out.fileno())
     aside.replace(file)
+    # Last: a crash before this line leaves the row, and the next start finds the same secret.
     store.accounts.drop_secret(name)
     return value

@@ -114,6 +114,8 @@ def _lock(folder: int, *, is_needed: bool) -> int | None:
     lock = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=folder)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Between our open and our flock its holder may have removed the file and let go of it: the
+        # lock that we have then is of a file without a name, and keeps nobody out.
         if os.stat(LOCK, dir_fd=folder).st_ino != os.fstat(lock).st_ino:
             raise FileNotFoundError(LOCK)
     except OSError as exc:

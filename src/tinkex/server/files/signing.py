@@ -42,6 +42,7 @@ class Signer:
             ApiError: 403.
         """
         payload, _, mac = token.partition(".")
+        # As bytes: compare_digest raises a TypeError for a str that is not ASCII.
         if not payload.isascii() or not hmac.compare_digest(
             mac.encode(), self._mac(payload).encode()
         ):

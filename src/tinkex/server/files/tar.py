@@ -40,6 +40,8 @@ class FolderTar:
             offset += part.size
 
     def _add(self, file: Path, name: str) -> None:
+        # Nothing of the file but its name and size. A copy that was fetched anew from the object
+        # store has other times, and a download that goes on must find the bytes that it began with.
         info = tarfile.TarInfo(name)
         info.size = file.stat().st_size
         info.mode = 0o644

@@ -160,6 +160,7 @@ class Auth:
         seen = self._seen.get(credential)
         if seen is not None and seen.until > time.monotonic():
             return seen.identity
+        # A refusal raises and is not remembered: whoever tries keys cannot fill the cache.
         identity = await self._look_up(credential)
         if len(self._seen) >= CACHE_SIZE:
             self._seen.clear()
@@ -224,6 +225,7 @@ class Auth:
             claims: dict[str, Any] = jwt.decode(
                 token,
                 self._secret,
+                # Not the algorithm that the token names, which may be `none`.
                 algorithms=["HS256"],
                 issuer=ISSUER,
                 options={"require": ["exp", "sub", "iss"]},

@@ -24,6 +24,7 @@ def foreign_credential(headers: Mapping[bytes, bytes], *, is_open: bool) -> str 
 
     These clients cannot be made without a key, so an open server takes whatever they send.
     """
+    # OpenAI's clients send the first, Anthropic's the second.
     scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     credential = own_credential(headers)
     if scheme.lower() == "bearer" and key.strip():

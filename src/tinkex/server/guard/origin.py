@@ -40,11 +40,13 @@ def check_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
 
 def is_loopback_name(host: str) -> bool:
     """Whether a Host header, with or without a port, names this machine."""
+    # The length is checked outside of the cache, which would keep what strangers send.
     return len(host) <= 300 and _is_loopback(host)
 
 
 @lru_cache(maxsize=64)
 def _is_loopback(host: str) -> bool:
+    # With these, urlsplit takes a part of the text for the host: x@127.0.0.1 would be loopback.
     if any(c in host for c in "/@?# "):
         return False
     try:

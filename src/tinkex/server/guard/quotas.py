@@ -193,6 +193,7 @@ class Quotas:
                     code="quota",
                     headers={"Retry-After": str(wait_s)},
                 )
+        # Only now: a request that the key's bucket refuses must not use up what its user has left.
         for bucket, _, _ in limited:
             bucket.amount -= 1
 
@@ -224,6 +225,7 @@ class Quotas:
             self._counts[(user_id, quota.name)] = count
             _trim(self._counts)
         self.check(user_id, quota.name, count.amount)
+        # How many bytes a save takes is known only when it is written.
         if quota.name != "disk_bytes":
             count.amount += 1
 

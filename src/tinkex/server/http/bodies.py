@@ -61,6 +61,7 @@ def limited(scope: Scope, receive: Receive, max_body_bytes: int) -> Receive:
     kind = headers.get(b"content-type", b"").decode("latin-1")
     limit = body_limit(scope["path"], kind, max_body_bytes)
     declared = headers.get(b"content-length", b"0")
+    # No length has more than 19 digits, and int() raises a ValueError for more than 4300.
     if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
         raise too_large(limit)
     scope[_SIZE] = (int(declared), limit)
@@ -181,6 +182,7 @@ async def _decompress(request: Request, body: bytes, limit: int) -> bytes:
             raise too_large(limit)
         await _reserve(request, declared)
         with suppress(BodyTooLargeError):
+            # The size in the frame is the sender's word, so it bounds the unpacking too.
             work = partial(unpack, body, "zstd", max_bytes=declared)
             return await off_loop(max(declared, len(body)), work)
     # A frame that does not say its size, or several of them: unpacked once to be counted.

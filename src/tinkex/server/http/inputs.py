@@ -14,6 +14,7 @@ Text = Annotated[str, text(2048)]
 """A part of a path or a query."""
 AccessScope = Annotated[Literal["owned", "accessible"], Query()]
 Limit = Annotated[int, Query(ge=1, le=1000)]
+# Databases count in 64 bits; a larger number would fail there, as a 500.
 Offset = Annotated[int, Query(ge=0, le=2**62)]
 
 

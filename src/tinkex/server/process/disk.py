@@ -51,6 +51,7 @@ class Room:
         self._folder = folder
         self._min_free_bytes = min_free_bytes
         self._free_bytes = free_bytes
+        # The monotonic clock may begin near 0, and the first call must look.
         self._looked_at = -LOOK_EVERY_S
         self._free = 0
         self._was_short = False
@@ -94,6 +95,7 @@ def trouble(exc: BaseException) -> str | None:
             return str(link)
         if isinstance(link, OSError) and link.errno in _ERRNOS:
             return _said(link.strerror or "no room")
+        # `disk_full` in PostgreSQL's table of error codes.
         if getattr(link, "sqlstate", None) == "53100":
             return _said("the database has no room")
         text = str(link).lower()

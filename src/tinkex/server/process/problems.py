@@ -119,6 +119,7 @@ def response_for(exc: Exception) -> Response:
         return _validation_problem(exc)
     if isinstance(exc, HTTPException):
         return problem(exc.status_code, str(exc.detail), headers=exc.headers)
+    # PostgreSQL's texts hold no NUL, and its driver is what notices one.
     if isinstance(exc, SQLAlchemyError) and "NUL" in str(exc.__cause__ or exc):
         return problem(400, "Text must not contain NUL characters.")
     if (text := disk.trouble(exc)) is not None:

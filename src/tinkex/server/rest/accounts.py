@@ -59,5 +59,6 @@ async def revoke_key(request: Request, user: CurrentUser) -> Response:
         )
     await store.call(store.accounts.revoke_key, record.key_id)
     store.audit.record(user.user_id, "key_revoked", {"key_id": record.key_id, "name": record.name})
+    # After the row: a request in between would have the key remembered as valid once more.
     auth.forget()
     return Response(status_code=204)

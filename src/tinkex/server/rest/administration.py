@@ -33,6 +33,7 @@ from tinkex.types.account.administration import (
 
 router = APIRouter(prefix="/tinkex/v1/admin", tags=["administration"])
 MAX_HOURS = 24 * 31
+# The column is an Integer, which has 32 bits in PostgreSQL.
 KeyId = Annotated[int, Path(ge=0, le=2**31 - 1)]
 UserFilter = Annotated[Text | None, Query()]
 

@@ -27,6 +27,7 @@ from tinkex.server.rest.trace import chrome_trace
 from tinkex.store import Checkpoint, Store
 
 router = APIRouter(prefix="/api/v1/signed", tags=["files"])
+# One range only. A request for several gets the whole archive, as RFC 9110 (14.2) allows.
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 

@@ -27,6 +27,7 @@ async def add(
     """List such a run, in a session that has ended."""
     now = time.time()
     session_id = run_id.split(":")[0]
+    # A copy that is repeated after a crash may find its session, and no run in it yet.
     if await store.call(store.sessions.get, session_id) is None:
         session = Session(
             session_id=session_id,

@@ -50,6 +50,7 @@ async def import_checkpoint(
 ) -> dict[str, Any]:
     check_name(name)
     service = service_of(request)
+    # Before the body is read: on a full disk a large upload would be for nothing.
     service.room.require()
     body = await read_body(request)
     target = TinkerPath(idle_run.new_run_id(), "weights", name)

@@ -49,6 +49,8 @@ def _reduce(array: NDArray[Any]) -> Any:
     numpy's own way has more to say about it than there are bytes in it, and makes a new type for
     each that is read: half of what a small job costs both processes on the pipe.
     """
+    # The character of a type says neither its byte order nor its fields; native builtin types need
+    # neither. The copy is a bytearray because an array over bytes could not be written to.
     is_plain = array.dtype.isbuiltin == 1 and not array.dtype.hasobject
     if is_plain and array.flags.c_contiguous and array.nbytes <= SMALL_ARRAY_BYTES:
         return np.ndarray, (array.shape, array.dtype.char, bytearray(array.data))

@@ -105,6 +105,7 @@ class Pool:
         """Shrink by a member; what it held is lost, as if it had died. The last one stays."""
         if len(self.members) == 1:
             raise ValueError("a pool keeps at least one member")
+        # Off the list before it closes, so that no adapter is placed there meanwhile.
         self.members.remove(member)
         await member.close()
         self._resized()

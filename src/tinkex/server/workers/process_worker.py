@@ -71,6 +71,7 @@ class ProcessWorker(SupervisedWorker):
                 stdout=subprocess.DEVNULL,
                 env=env,
             )
+        # The child must have the only copy of its end, or its death would not end our stream.
         theirs.close()
         self.generation += 1
         self._was_killed = False
@@ -84,6 +85,7 @@ class ProcessWorker(SupervisedWorker):
         process = self._process
         if process is None:
             return "did not start"
+        # A second: the child ends by itself when it reads the end of its socket, if it can.
         for _ in range(50):
             if process.poll() is not None:
                 return f"ended with code {process.returncode}"

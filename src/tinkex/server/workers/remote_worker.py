@@ -139,6 +139,7 @@ class RemoteWorker(SupervisedWorker):
         try:
             for task in waits:
                 with contextlib.suppress(asyncio.CancelledError):
+                    # Other jobs wait for the same task: the end of this wait must not cancel it.
                     await asyncio.shield(task)
         except EngineError as exc:
             self._take(Failed(job_id=job.job_id, message=str(exc), category="server"))

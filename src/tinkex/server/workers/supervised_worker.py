@@ -171,6 +171,7 @@ class SupervisedWorker(ABC):
                 logger.exception("%s sent something unreadable", self.name)
             watch.cancel()
             self._ready.clear()
+            # Before `_end`, which may forget what the engine was working on.
             working = self._working()
             end = await self._end()
             self._fail_pending(cause=self._cause(), working=working)
@@ -183,6 +184,7 @@ class SupervisedWorker(ABC):
                 return
             failures = failures + 1 if time.monotonic() - started < 5 else 0
             logger.warning("%s %s; starting it again", self.name, end)
+            # An engine that dies at its start would otherwise be started in a tight loop.
             if failures:
                 self._broken = f"{self.name} {end} right after its start"
                 await asyncio.sleep(min(2 ** (failures - 1) * 0.1, 10.0))

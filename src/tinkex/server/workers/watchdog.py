@@ -63,6 +63,7 @@ class Watchdog:
         idles = not activity.is_busy and activity.num_heartbeats != before.num_heartbeats
         if activity.num_turns != before.num_turns or idles:
             self.heard()
+        # An engine whose counter has not begun has missed no heartbeat.
         counts = activity.num_heartbeats > 0
         if activity.num_heartbeats != before.num_heartbeats or not counts:
             self._heartbeat_at = self._clock()
