@@ -72,6 +72,7 @@ class LoopThread:
 
     def _drain(self) -> None:
         with self._lock:
+            # Both under one lock: a call that came in between would be queued and wake nobody.
             batch, self._pending = self._pending, deque()
             self._waking = False
         for callback, args in batch:
@@ -120,6 +121,7 @@ def end_background() -> None:
 def _forget_after_fork() -> None:
     global _background, _background_lock
     _background = None
+    # Another thread of the parent may have held the lock at the fork; nobody would release it.
     _background_lock = threading.Lock()
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from tinkex.errors import ConfigError, TinkerError
 
+# Both margins are the official SDK's (contract 1.7).
 _REFRESH_AHEAD_S = 300.0
 _USABLE_S = 60.0
 _COMMAND_TIMEOUT_S = 60.0
@@ -96,6 +97,7 @@ def _write(stored: dict[str, Any], env: Mapping[str, str] | None) -> Path:
         os.fchmod(descriptor, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(stored, file, indent=2)
+        # The official SDK reads this file as well, and must never find half of it (contract 12.2).
         os.replace(aside, path)
     except BaseException:
         with contextlib.suppress(OSError):

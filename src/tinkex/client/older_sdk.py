@@ -101,6 +101,7 @@ class DirectFuture(APIFuture[T]):
         return len(self._value())  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
+        # Without this method Python would ask `__len__`, and `if client:` would wait for a server.
         return True
 
     def __repr__(self) -> str:

@@ -98,6 +98,7 @@ class Cluster:
 
     def facts(self, nodes: Sequence[Node], models: Sequence[str]) -> dict[str, NodeFacts | str]:
         """The facts of each node by its id; a text where it gives none. Blocks till they answer."""
+        # Without a CPU of its own, it also runs on a node whose CPUs all belong to engines.
         probe = self._ray.remote(num_cpus=0, max_retries=0)(node_facts.look)
         asked = {n.node_id: probe.options(**self._pinned(n)).remote(models) for n in nodes}
         found: dict[str, NodeFacts | str] = {}
@@ -138,10 +139,12 @@ class Cluster:
             [bundle], strategy="STRICT_PACK", bundle_label_selector=[{_LABEL: node.node_id}]
         )
         actor = self._ray.remote(concurrency_groups=_GROUPS)(EngineHost).options(
+            # Servers share the namespace, in which a name can be used only once.
             name=f"{name}-{secrets.token_hex(4)}",
             namespace=NAMESPACE,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
+            # Ray would bring it back empty and tell nobody; the server starts another by itself.
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=0

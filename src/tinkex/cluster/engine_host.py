@@ -172,6 +172,7 @@ class EngineHost:
             with (aside / name).open("wb") as out:
                 while size:
                     size -= out.write(left.pop(0))
+        # Last, because a folder that exists counts as whole, here and for the jobs that read it.
         aside.rename(here)
 
     def read(self, path: str, name: str, start: int, size: int) -> bytes:

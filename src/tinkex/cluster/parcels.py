@@ -43,6 +43,7 @@ class Parcels:
         if task is None or (task.done() and task.exception() is not None):
             task = self._kept[path] = asyncio.create_task(asyncio.to_thread(self._pack, path))
         self._kept.move_to_end(path)
+        # Shielded: other engines may wait for the same folder.
         parcel = await asyncio.shield(task)
         self._drop_oldest()
         return parcel

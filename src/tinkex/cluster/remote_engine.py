@@ -78,11 +78,14 @@ class RemoteEngine:
         aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
         try:
             for name, size in written.sizes.items():
+                # An empty file takes one empty piece, or it would not be made.
                 for start in range(0, max(size, 1), PIECE_BYTES):
                     piece = await self._ask("files", "read", written.path, name, start, PIECE_BYTES)
                     await asyncio.to_thread(_append, aside / name, piece)
             aside.chmod(0o755)
             if not written.is_ephemeral:
+                # Before the folder has its name: a row of the database that names it has to load,
+                # after a power cut too.
                 await asyncio.to_thread(make_safe, aside)
             aside.rename(target)
         finally:
@@ -115,6 +118,7 @@ class RemoteEngine:
         except TimeoutError as exc:
             raise ConnectionError(f"no answer in {timeout_s:g} s") from exc
         except self._ray.exceptions.RayTaskError as exc:
+            # Raised by the method itself: the actor lives. Ray's other errors say that it is gone.
             raise EngineError(str(exc.cause)) from exc
         except self._ray.exceptions.RayError as exc:
             raise ConnectionError(str(exc).strip().splitlines()[0][:300]) from exc

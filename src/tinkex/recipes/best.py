@@ -76,6 +76,7 @@ class Watch:
                 saved = save(training, self._log, step, for_sampler=True)
                 paths = {"state_path": saved.state_path, "sampler_path": saved.sampler_path or ""}
             self.best = Best(step=step, value=value, **paths)
+            # After the save: a crash in between leaves a checkpoint too many, no line without one.
             json_lines.append(self._file, {"step": step, "value": value, **paths})
         elif self.best is None or step > self.best.step:
             self._waited += 1

@@ -247,6 +247,7 @@ class Run:
                     return
             yield step
             self._done = step + 1
+            # No save here: `result` saves this step, with the weights for a sampler.
             if stop.requested:
                 self.is_interrupted = True
                 return
@@ -348,6 +349,7 @@ def save(
         state_path=state.result().path,
         sampler_path=sampler.result().path if sampler else None,
     )
+    # Last, because a resume trusts every line: it names only what the server has.
     log.saved(saved)
     return saved
 
@@ -370,6 +372,7 @@ def _shuffled(num_rows: int, seed: int, epoch: int) -> list[int]:
         if len(_order) > 8:
             _order.clear()
         order = list(range(num_rows))
+        # Text is hashed alike in every process, and seed 0 epoch 1 is not seed 1 epoch 0.
         random.Random(f"{seed}/{epoch}").shuffle(order)
         _order[key] = order
     return _order[key]

@@ -319,6 +319,7 @@ def mean_gap(episodes: Sequence[Episode]) -> float:
 
 def kl_of(episodes: Sequence[Episode]) -> float:
     """Mean over the sampled tokens of exp(-d) - 1 + d: unbiased and never negative."""
+    # The estimator k3 of http://joschu.net/blog/kl-approx.html.
     values = [
         math.exp(-d) - 1 + d for episode in episodes for d in episode.of_sampled(episode.gaps)
     ]

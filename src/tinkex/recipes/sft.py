@@ -119,6 +119,7 @@ def train(
             # The server sums over tokens; dividing by their number makes the loss a mean.
             num_learned = sum(example.num_learned for example in batch)
             data = [example.datum(1 / num_learned) for example in batch]
+            # Both calls leave before either is awaited: the server need not wait for us in between.
             forward_backward = training.forward_backward(data, "cross_entropy")
             optim_step = training.optim_step(AdamParams(learning_rate=run.learning_rate(step)))
             loss = forward_backward.result().metrics["loss:sum"]

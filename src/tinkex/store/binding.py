@@ -87,6 +87,7 @@ def _write_id(file: Path, store_id: str) -> None:
         out.write(f"{store_id}\n")
         out.flush()
         os.fsync(out.fileno())
+    # After the fsync: a power cut that left an empty file would part the folder from its database.
     aside.replace(file)
 
 

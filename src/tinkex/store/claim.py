@@ -51,6 +51,7 @@ class FileLock:
         except ImportError:  # Windows: no such lock; the port is the only guard there.
             return True
         if self._file is None:
+            # Not "w", which would erase the holder's process number before the lock is ours.
             self._file = self._path.open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,6 +128,8 @@ class Claim:
 
     def _try_postgresql(self) -> bool:
         if self._connection is None:
+            # The lock belongs to the connection, not to a transaction. An open one would idle for
+            # days, and PostgreSQL may end it (idle_in_transaction_session_timeout).
             self._connection = self._engine.connect().execution_options(
                 isolation_level="AUTOCOMMIT"
             )

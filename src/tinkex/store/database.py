@@ -107,6 +107,8 @@ def migrate(engine: Engine) -> None:
         config.attributes["connection"] = connection
         revision = MigrationContext.configure(connection).get_current_revision()
         if revision is None:
+            # In one transaction with the stamp: after a crash between the two a later Tinkex would
+            # find tables without a revision, and stamp these older ones as its newest.
             metadata.create_all(connection)
             command.stamp(config, "head")
             return

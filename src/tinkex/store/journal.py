@@ -138,6 +138,7 @@ class Journal(StoredNoun):
             for end in ends:
                 drops.pop(end.request_id, None)
         if counts := [count for end in ends for count in end.usage]:
+            # In the transaction of the ends: a crash must not keep the one without the other.
             Usage.write(connection, counts)
         if drops:
             connection.execute(_FETCHED, [{"id": name, "at": at} for name, at in drops.items()])
@@ -196,6 +197,8 @@ def _row(op: NewRow) -> dict[str, Any]:
         "kind": op.kind,
         "request_id": op.request_id,
         "user_id": op.user_id,
+        # A refused request is never run again, but has used its number (contract 5.1): the hash
+        # stays, so that a repeat is told from another request.
         "body": None if refused else op.body,
         "body_hash": op.body_hash or body_hash(op.kind, op.body),
         "state": "refused" if refused else "accepted",

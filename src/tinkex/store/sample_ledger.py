@@ -85,6 +85,8 @@ class SampleLedger:
             self._file.seek(self._size_bytes)
             raise
         self._size_bytes += len(lines)
+        # Twice what was left the last time: with more open promises than MAX_BYTES hold, every
+        # write would rewrite the whole file.
         if self._size_bytes > max(self.MAX_BYTES, 2 * self._compacted_bytes):
             self._compact()
 

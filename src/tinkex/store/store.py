@@ -83,6 +83,8 @@ class Store:
         Raises:
             ConfigError: Another one does, or the two do not belong together.
         """
+        # The fence comes last: a server that is refused for its data folder must not stop one that
+        # lost its lock with its connection and still writes.
         self._claim.take(timeout_s, data_dir)
         if data_dir is not None:
             bind(self._database.writer, data_dir)
@@ -106,5 +108,6 @@ class Store:
         """Commit everything that was handed in, then let go of the database."""
         self._pool.shutdown(wait=True)
         self._writer.close()
+        # After the last commit: the next server reads the journal as soon as it has the claim.
         self._claim.release()
         self._database.dispose()

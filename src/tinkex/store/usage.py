@@ -146,6 +146,7 @@ def _sum_of(kind: str) -> ColumnElement[float]:
 
 def _sum_up(sums: dict[_Key, float], counts: Iterable[UsageCount]) -> None:
     for c in counts:
+        # Empty text for what is absent: all of it is the primary key, which holds no null.
         who = (_bucket(c.at or time.time()), c.user_id, c.session_id or "", c.model_id or "")
         key = (*who, c.kind, c.base_model or "", c.project_id or "", c.key_id or 0)
         sums[key] = sums.get(key, 0.0) + c.count

@@ -148,6 +148,7 @@ class GroupWriter:
         if time.monotonic() - self._deferred_at < DEFER_S:
             return []
         self._deferred_at = time.monotonic()
+        # Not both: on a full disk the sources add up in memory, where a list of writes would grow.
         return self._take_kept() or self._gathered()
 
     def _gathered(self) -> list[_Write]:
@@ -157,6 +158,7 @@ class GroupWriter:
     def _take_kept(self) -> list[_Write]:
         taken = []
         while self._kept:
+            # A new write, because the future of the kept one has ended with its error.
             taken.append(_Write(run=self._kept.popleft().run, is_deferred=True))
         return taken
 

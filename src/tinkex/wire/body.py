@@ -77,6 +77,8 @@ def _unzstd(content: bytes, max_bytes: int) -> bytes:
     declared = frame_size(content) or 0
     if declared > max_bytes:
         raise BodyTooLargeError(_too_large(declared, max_bytes))
+    # The declared size is only a claim, so the pieces are counted too; and the reader ends
+    # without an error where a frame is cut short.
     unpacked = b"".join(_pieces(content, max_bytes))
     if len(unpacked) < declared:
         raise WireError(f"the zstd body is cut short: {len(unpacked)} of {declared} bytes")

@@ -54,6 +54,7 @@ def is_alive(pid: object) -> bool:
     except OSError:
         return True
     try:
+        # The program's name comes first, in parentheses, and may hold parentheses of its own.
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return True  # no /proc here; the signal said that it exists

@@ -120,6 +120,7 @@ def _datum(pieces: list[_Piece], datum: Datum) -> None:
 def _text_frame(num_bytes: int) -> bytes:
     """Everything of `Datum.model_input[i]` that precedes the tokens."""
     if num_bytes == 0:
+        # proto3 leaves empty bytes out, but not the empty message that is the member of a oneof.
         return b"\x0a\x02\x0a\x00"
     tokens = b"\x0a" + _varint(num_bytes)
     chunk = b"\x0a" + _varint(len(tokens) + num_bytes) + tokens

@@ -233,6 +233,7 @@ def _read_record(record: Any) -> list[LossFnOutput]:
     return [{} for _ in range(num_datums)]
 
 
+# num_datums is a bare number: without a bound, ten bytes would ask for billions of dicts.
 _MAX_EMPTY_DATUMS = 100_000
 
 

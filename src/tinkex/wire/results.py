@@ -163,5 +163,6 @@ def _metric(name: str, value: Any) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
     if value is None:
+        # orjson, among others, writes NaN as null.
         return float("nan")
     raise WireError(f"expected a number, got {short(value)}", path=f"metrics.{name}")

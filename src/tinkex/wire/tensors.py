@@ -74,6 +74,7 @@ def decode_tensor(message: Any) -> TensorData:
 
 
 def _shaped(array: NDArray[Any], shape: list[int]) -> TensorData:
+    # In integers of Python: the product of a stranger's sizes would overflow those of numpy.
     expected = 1
     for size in shape:
         if size < 0:

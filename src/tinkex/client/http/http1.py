@@ -308,6 +308,7 @@ class Http1Pool:
         if body is not None or method != "GET":
             lines.append(f"Content-Length: {len(body) if body else 0}")
         text = "\r\n".join(lines)
+        # A line break in a value would smuggle in a header, or a whole request.
         if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
             raise ValueError("a header or the path holds a line break")
         return f"{text}\r\n\r\n".encode("latin-1")

@@ -156,6 +156,8 @@ class Transport:
             window=call.window,
             waits_itself=call.waits_itself,
         )
+        # The official SDK takes another key in each window retry (contract 1.4). Ours stays, and
+        # every repeat is the same request to a server that goes by the key.
         key = idempotency_key() if call.method != "GET" else None
         was_refused = False
         while True:
@@ -212,6 +214,8 @@ class Transport:
         headers = await self._headers(call, attempt, key, timeout_s)
         content = None if call.body is None else call.body.content
         pool, url, revive = self._pool(call.pool), self._url(call), self._revive
+        # After the headers, which may fail (a credential command): the trial call of a half-open
+        # circuit that never reported its end would keep the circuit open for ever.
         if self._breaker is not None:
             self._breaker.before_call()
         with events.span("http.request", method=call.method, path=call.path, attempt=attempt) as s:

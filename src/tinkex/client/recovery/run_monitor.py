@@ -136,6 +136,7 @@ async def _ask(client: WatchedRun, waiting: Waiting) -> RunHealth:
     await holder.post(
         "get_info", request, types.GetInfoResponse, window=False, max_retries=0, waiting=waiting
     )
+    # A run that is loaded can still be corrupted, which get_info does not say (contract 2.3).
     call = Call.to(
         "get_training_run",
         ids={"run_id": client.model_id},

@@ -158,6 +158,7 @@ class Collector:
             await self._refused(reply)
             return
         self._retry.answered()
+        # Only those that this poll named: others were acknowledged while it was held.
         self._retrieved.difference_update(told)
         self._take(reply)
         # Let the samples that were waiting read and acknowledge, before the next poll is held.
@@ -184,6 +185,7 @@ class Collector:
         pause_s = self._retry.delay_s(reply.status)
         if pause_s is None and not is_retryable_status(reply.status):
             raise status_error(self._call([]), reply)
+        # `PollRetry` has no pause for a 5xx, and nothing here slows quick answers down.
         await asyncio.sleep(max(pause_s or 0.0, _RETRY_S))
 
     def _take(self, reply: Reply) -> None:
@@ -215,6 +217,7 @@ class Collector:
             outcome = FinishedSample(payload, entry.get("response_payload_uncompressed_size"))
         waiter = self._waiters.pop(request_id, None)
         if waiter is None:
+            # An acknowledged one was read or cancelled: nobody will come for it.
             if request_id not in self._retrieved:
                 self._early[request_id] = outcome
         elif not waiter.done():

@@ -34,6 +34,7 @@ from tinkex.wire import Body, requests, results
 from tinkex.wire.chunking import model_input_size
 from tinkex.wire.generation import PROTOBUF
 
+# Servers compute the number of a copy as seq_id // 10^9 (contract 6.5).
 CLONE_STRIDE = 10**9
 _EXPECT = Expect("Sample", types.SampleResponse, in_protobuf=True)
 

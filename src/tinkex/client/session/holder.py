@@ -205,6 +205,7 @@ class Holder:
 
     async def _exchange_token(self, credential: str) -> str:
         call = Call.to("exchange_token", requests.NO_FIELDS, pool="auth", window=False)
+        # The holder's own transport would ask for a token, which waits for this very exchange.
         exchange = Transport(
             self.config, TokenProvider(credential), make_backend=self._make_backend
         )

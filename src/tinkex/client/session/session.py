@@ -70,6 +70,7 @@ class Session:
             transport.generation,
             pool="session",
             timeout_s=10.0,
+            # No retries: the next heartbeat is one (contract 3.4).
             max_retries=0,
             window=False,
         )

@@ -123,6 +123,7 @@ def as_numpy(value: Any, *, path: str) -> NDArray[Any]:
         value = value.detach()
         if value.device.type != "cpu":
             value = value.cpu()
+        # numpy has no bfloat16, and half precision does not travel (contract 7.2).
         if str(value.dtype) in ("torch.bfloat16", "torch.float16"):
             value = value.float()
         result: NDArray[Any] = value.numpy()

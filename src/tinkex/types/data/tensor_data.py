@@ -212,6 +212,7 @@ class TensorData(_Fields, Value):
             raise InvalidInputError(f"expected a 2-D tensor, got {dense.ndim}-D", path="data")
         rows, cols = np.nonzero(dense != pad_value)
         num_rows, num_cols = dense.shape
+        # The rule of the official SDK (contract 7.2).
         if num_rows + 1 + 2 * len(rows) >= num_rows * num_cols:
             return cls.wrap(dense)
         counts = np.bincount(rows, minlength=num_rows)

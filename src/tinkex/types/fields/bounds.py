@@ -74,6 +74,7 @@ def plain(value: Any) -> Any:
         elif isinstance(item, dict | list):
             if depth > MAX_DEPTH:
                 raise ValueError(f"must be nested at most {MAX_DEPTH} deep")
+            # Before the parts are queued: a hostile list has millions of them.
             if len(item) + parts > MAX_PARTS:
                 raise ValueError(f"must have at most {MAX_PARTS} parts")
             if isinstance(item, dict):
