@@ -13,7 +13,9 @@ from cuda_models import FAMILIES, LoudWeights, generate, kind_of, noisy_adapter,
 
 from tinkex.engine import jobs
 from tinkex.engine.cuda.fused import CudaDecoder
-from tinkex.engine.train import trainer as trainers
+from tinkex.engine.device.backend import ops_for
+from tinkex.engine.train.config import TrainerConfig
+from tinkex.engine.train.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -31,9 +33,9 @@ def deterministic(monkeypatch):
 
 def gradients(cfg, data, shards, *, loss_fn="cross_entropy", max_tokens=16384):
     """Loss, logprobs and the gradient of each shard, of a pass over some of the shards."""
-    decoder = kind_of(cfg)(cfg, LoudWeights(cfg, device="cuda"), device="cuda")
-    settings = trainers.TrainerConfig(deterministic=True, max_tokens=max_tokens, head_rows=2048)
-    trainer = trainers.Trainer(decoder, base_model="m", config=settings)
+    decoder = kind_of(cfg)(cfg, LoudWeights(cfg, device="cuda"), ops=ops_for("cuda"))
+    settings = TrainerConfig(deterministic=True, max_tokens=max_tokens, head_rows=2048)
+    trainer = Trainer(decoder, base_model="m", config=settings)
     lora = jobs.LoraSpec(rank=8, seed=1, train_unembed=cfg.experts is None)
     trainer.create(jobs.CreateAdapterJob(job_id="c", adapter_id="a", base_model="m", lora=lora))
     generator = torch.Generator().manual_seed(4)
@@ -76,7 +78,7 @@ SHAPES = {**FAMILIES, "qwen3_moe": other("qwen3_moe"), "qwen3_5_text": other("qw
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "gspo"])
 @pytest.mark.parametrize("family", SHAPES)
 def test_a_shard_has_the_same_bits_alone_and_beside_the_others(deterministic, family, loss_fn):
-    """So that 1, 2, 4 and 8 workers give the same bits; see `train.shards`."""
+    """So that 1, 2, 4 and 8 workers give the same bits; see `optim.shards`."""
     cfg, data = SHAPES[family], shard_data(loss_fn)
     logprobs, grads = gradients(cfg, data, range(8), loss_fn=loss_fn)
     assert sorted(grads) == list(range(8))

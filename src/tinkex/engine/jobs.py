@@ -163,7 +163,7 @@ class TrainJob(AdapterJob):
     """False: forward only, no gradient is gathered."""
     custom_loss: TracedLoss | None = None
     shards: tuple[int, ...] = ()
-    """The virtual shard of each datum (`train.shards`), of a job that is a part of a larger one;
+    """The virtual shard of each datum (`optim.shards`), of a job that is a part of a larger one;
     empty: the engine deals them itself."""
     is_replay: bool = False
     """It ended well before and runs again for its effect: it has no limit of seconds."""

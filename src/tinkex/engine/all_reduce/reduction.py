@@ -13,6 +13,7 @@ Letters: N numbers of an adapter, P parts on their way, W numbers of a slice.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from tinkex.engine.collectives.process_group import ProcessGroup, join
+from tinkex.engine.collectives.process_group import ProcessGroup, join, use_card
 from tinkex.engine.jobs import JoinGroupJob
 from tinkex.engine.optim.resident import SharedGradients
 from tinkex.engine.optim.shards import NUM_SHARDS, tree_sum
@@ -43,20 +44,30 @@ class GradientReducer:
         job: JoinGroupJob,
         store: object,
     ) -> GradientReducer:
-        group = join(
-            job.rank,
-            job.size,
-            device,
-            job.address,
-            timeout_s=job.timeout_s,
-            host=job.host,
-        )
-        return GradientReducer(group, shared_of)
+        stream = None
+        if device.type == "cuda":
+            use_card(device)
+            stream = torch.cuda.Stream(device)
+        # Its first collective too: on the default stream the engine would wait for other ranks.
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            group = join(
+                job.rank,
+                job.size,
+                device,
+                job.address,
+                timeout_s=job.timeout_s,
+                host=job.host,
+            )
+        return GradientReducer(group, shared_of, stream)
 
-    def __init__(self, group: ProcessGroup, shared_of: Callable[[str], SharedGradients]) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        shared_of: Callable[[str], SharedGradients],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
         """`shared_of` gives what an adapter has put aside."""
-        self._group, self._shared_of = group, shared_of
-        self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
+        self._group, self._shared_of, self._stream = group, shared_of, stream
 
     def reduce(self, adapter_id: str, root: int | None) -> int:
         shared = self._shared_of(adapter_id)
@@ -194,6 +205,7 @@ def _reduce_piece(
 
 def _sum_of(part: PartialSum, shards: Mapping[int, Tensor]) -> Tensor:
     below = range(part.first, part.first + part.width)
+    # Not in place: what was gathered is still needed if a rank is lost.
     value = tree_sum({s: grad for s, grad in shards.items() if s in below}, torch.add)
     assert value is not None
     return value

@@ -274,6 +274,10 @@ class Group:
         return self.all_reduce(part)
 
 
+# The conjugate operators f and g of Megatron-LM (Shoeybi et al., arXiv 1909.08053). Both sum a
+# clone: a collective writes in place, and autograd may give the same tensor to others.
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

@@ -169,7 +169,7 @@ def join(
     try:
         store = _store_at(address, size, limit)
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            use_card(device)
             backend = _nccl(store, rank, size, limit if not waits else 2 * limit)
         else:
             backend = _gloo(store, rank, size, limit, host)
@@ -181,6 +181,13 @@ def join(
     group = ProcessGroup(rank, size, device, timeout_s, backend, store, waits)
     group.all_reduce_max(torch.zeros(1, dtype=torch.int64, device=device))
     return group
+
+
+def use_card(device: torch.device) -> None:
+    """Make a CUDA card the current one of this thread."""
+    # Torch refuses to set one without a number, by which the current one is meant anyway.
+    if device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def open_store(host: str) -> tuple[Any, str]:

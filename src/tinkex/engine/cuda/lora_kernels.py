@@ -11,7 +11,7 @@ A's product is defined as `_SPLITS` sums over equal stretches of the inputs, add
 decode step has too few rows to fill the card otherwise. Both shrinks compute just that, so a row's
 bits are those of the trainer; see `product` for the rules.
 
-This module knows shapes and pointers; `lora.operand` and `lora.slots` know adapters.
+This module knows shapes and pointers; `adapter_operand` and `adapter_slots` know adapters.
 
 Letters: B rows, S slots, M blocks of rows, I inputs, O outputs, R ranks of all modules of a linear,
 C splits of the summed dimension.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinkex.engine.collectives.process_group import use_card
 from tinkex.engine.cuda.transfer import Fetch, send
 from tinkex.engine.numerics.ops import Ops
 
@@ -25,9 +26,14 @@ class CudaOps(Ops):
         """bf16 on cards that can multiply in it, fp32 on others."""
         return wanted or (torch.bfloat16 if multiplies_bf16(self.device) else torch.float32)
 
+    def use_in_thread(self) -> None:
+        """Kernels, streams and events are those of the current card, whatever their tensors."""
+        use_card(self.device)
+
     def make_deterministic(self) -> None:
         """Costs speed. cuBLAS reads its variable at the first product."""
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Torch would fill each new tensor, lest somebody reads what was never written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(True)
 

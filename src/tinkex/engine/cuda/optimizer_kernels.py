@@ -2,7 +2,7 @@
 
 torch's own kernels read and write a buffer a dozen times for a step of AdamW, and turn a gradient
 into float64 in memory before they measure it. With many small models on one card that is a third of
-all work. The plain versions are `train.updates` and `Adapter.norm`.
+all work. The plain versions are `Ops.adamw_` and `Ops.norm`.
 
 Letters: P parameters.
 """

@@ -371,6 +371,7 @@ class DecodeGraphs:
         """Room for this batch's adapters; None when they are of several layouts, or too many."""
         adapters = {span.adapter for span in lora.spans}
         signature = lora.spans[0].adapter.signature
+        # One slot more than adapters: the first is that of rows without any.
         count = next((n for n in _SLOT_COUNTS if n > len(adapters)), None)
         if count is None or any(adapter.signature != signature for adapter in adapters):
             return None

@@ -61,6 +61,7 @@ class SmallPasses:
         key = (size, adapter.signature)
         if (found := self._known.get(key)) is None:
             self._met[key] += 1
+            # A pass that comes once would not earn back the time of its recording.
             if self._met[key] < 2 or not self._has_room(size, adapter):
                 return None
             found = self._known[key] = Recording(self._decoder, adapter, size, self._pool)
@@ -74,6 +75,7 @@ class SmallPasses:
     def _has_room(self, size: int, adapter: Adapter) -> bool:
         config = self._decoder.config
         row = 2 * (4 * config.hidden_size + 3 * config.mlp_size)
+        # Six bytes a number of the adapter: a copy in bf16 and a gradient in fp32.
         needed = size * config.num_layers * row + 6 * adapter.flat.numel()
         return torch.cuda.mem_get_info(self._decoder.device)[0] > _SPARE * needed
 

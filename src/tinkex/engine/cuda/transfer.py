@@ -18,6 +18,7 @@ def send(values: Any, device: torch.device | str, dtype: torch.dtype | None = No
     if torch.device(device).type != "cuda":
         return host
     # From pageable memory the copy would wait for the device, whatever `non_blocking` says.
+    # Nothing need hold the pinned tensor: torch reuses its memory only when the copy has ended.
     return host.pin_memory().to(device, non_blocking=True)
 
 

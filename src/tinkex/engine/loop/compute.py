@@ -41,6 +41,10 @@ class Compute(Protocol):
         """Whether training jobs of several adapters may share a pass."""
         ...
 
+    def begin(self) -> None:
+        """Prepare the loop's thread; called once, before anything else."""
+        ...
+
     def packing(self, adapter_id: str) -> Packing | None:
         """The packing of an adapter's passes; None for one that is not loaded."""
         ...

@@ -106,6 +106,7 @@ class Loop:
     # ---------------------------------------------------------------------------------- thread
 
     def _run(self) -> None:
+        self.compute.begin()
         while not self._closed:
             self._take_in()
             if ready := self._ready():

@@ -192,6 +192,7 @@ class Decoder(DecoderLike):
         kept_bytes = self.config.kept_bytes(
             lengths, self.dtype.itemsize, with_pairs=self.ops.keeps_pairs
         )
+        # Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174).
         recompute = kept_bytes > room
         x_TD = self._embed(tokens_T)
         cos_Th, sin_Th = self._rope(positions_T)

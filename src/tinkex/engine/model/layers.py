@@ -240,6 +240,7 @@ def glu_linear(
 
 
 def _activate(gate_up_TF: Tensor) -> Tensor:
+    # SwiGLU (Shazeer, arXiv 2002.05202).
     gate, up = gate_up_TF.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 

@@ -180,6 +180,7 @@ def mixture(
     for expert, x_tD in enumerate(y_TD[rows].split(counts)):
         stop = start + counts[expert]
         if not 0 <= expert - weights.first < weights.down_EDM.shape[0]:
+            # An expert of another rank, whose output the sum over all ranks brings.
             pieces.append(torch.zeros_like(x_tD))
         elif stop > start:
             own = lora.select(row_numbers[start:stop]) if lora.spans else lora

@@ -53,6 +53,9 @@ class Ops:
             )
         return wanted or torch.float32
 
+    def use_in_thread(self) -> None:
+        """Make this device the current one of the calling thread."""
+
     def make_deterministic(self) -> None:
         """Have torch choose kernels that add in one order; call it before the first product."""
 

@@ -82,6 +82,8 @@ class PagedCache:
         dtype: torch.dtype,
     ) -> None:
         self.config, self.block_size = config, block_size
+        # PagedAttention (Kwon et al., arXiv 2309.06180): sequences of any length waste at most the
+        # rest of one block, and share blocks of a common prefix.
         layers = config.attention_layers
         self.index_of_layer = {layer: at for at, layer in enumerate(layers)}
         """Of a layer with attention, among those in `k` and `v`."""

@@ -404,7 +404,8 @@ class Sampler:
         table = uniform_table([sample.key for sample in samples], positions)
         uniform_N3 = self.decoder.ops.send(table)
         tokens_N, logprobs_N = draw(logits_NV, settings, uniform_N3)
-        # Ranks may round differently: all take what the leader drew.
+        # Ranks may round differently: all take what the leader drew. One tensor, so that one copy
+        # brings both to the host; float64 holds every token id exactly.
         wanted = [self.group.broadcast(torch.stack((tokens_N.double(), logprobs_N.double())))]
         if widest := max(sample.request.job.topk_sample_logprobs for sample in samples):
             wanted += top_sampled(logits_NV, settings, widest)

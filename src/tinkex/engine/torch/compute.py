@@ -35,7 +35,7 @@ class TorchCompute:
         self, config: EngineConfig, heartbeat: Heartbeat, *, after_pass: Callable[[], None]
     ) -> None:
         self.device = config.torch_device()
-        ops = ops_for(self.device)
+        self._ops = ops = ops_for(self.device)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         if config.deterministic:
@@ -54,6 +54,9 @@ class TorchCompute:
         device = torch.device("cpu") if config.group else self.device
         join = partial(GradientReducer.join, device, self._shared_of)
         self._groups = ProcessGroups(join, open_store)
+
+    def begin(self) -> None:
+        self._ops.use_in_thread()
 
     def _shared_of(self, adapter_id: str) -> SharedGradients:
         return self.bases.trainer_of(adapter_id).find(adapter_id).shared

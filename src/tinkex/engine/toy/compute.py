@@ -86,6 +86,9 @@ class ToyCompute:
         """Nothing: its tables are too small to count."""
         return {}
 
+    def begin(self) -> None:
+        """Any thread will do."""
+
     def rest(self) -> None:
         """Keep everything."""
 

@@ -109,6 +109,8 @@ def _score_piece(
         _evaluate_whole(run, backward)
         if run.budget is not None:
             after_traced()
+    # A whole loss has no slopes before all its logprobs are there. Until then the logits of all its
+    # rows would take too much memory, so they are computed twice.
     sloped = [run for run in whole if run.slopes is not None]
     for rows in _chunks(_rows(sloped), chunk_rows):
         head.visit(rows, sloped, evaluate=False, backward=True)

@@ -31,6 +31,7 @@ class ShardedSoftmax:
     ) -> None:
         """`first` is the token of the first column."""
         self._first = first
+        # The largest logit of all ranks: exponentials that are summed must have one scale.
         logits_Nv -= group.all_reduce_max(logits_Nv.amax(1, keepdim=True))
         picked = []
         for piece in pieces:
