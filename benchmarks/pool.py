@@ -4,7 +4,7 @@ The toy engine has artificial latencies here (a token takes as long as on a real
 generates eight samples at a time), so that the pool is measured and not this machine's two cores.
 The last figures are SmolLM2-135M on the real engine: two workers of one thread share every pass,
 against one worker of two threads; and what it takes them to add up the gradients of an adapter of
-rank 32, in a meeting over gloo and through files.
+rank 32 over gloo.
 
     python benchmarks/pool.py [--no-bar] [--write] [--no-model]
 """
