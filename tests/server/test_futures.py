@@ -8,9 +8,10 @@ from pathlib import Path
 from app_world import AppWorld, open_app
 
 from tinkex.engine.jobs import Progress
-from tinkex.server.work.finished_logs import FinishedLog
+from tinkex.server.work.finished_logs import IDLE_LOG_S, FinishedLog, FinishedLogs
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable
 from tinkex.server.work.queued_request import QueuedRequest
+from tinkex.store import SampleLedger
 from tinkex.wire import tinker_public_pb2 as pb
 
 
@@ -62,6 +63,22 @@ async def test_a_completion_log_forgets_what_a_cursor_has_passed() -> None:
     await asyncio.sleep(0)
     log.add("r4", 1)
     assert [entry.request_id for entry in await asyncio.wait_for(waiting, 60)] == ["r4"]
+
+
+def test_a_sample_that_took_longer_than_a_log_is_kept_is_still_told(tmp_path: Path) -> None:
+    logs = FinishedLogs(SampleLedger(tmp_path / "samples.log"))
+    sample = Promise("s:sample:0:5", "u", "Sample")
+    logs.promised(sample)
+    logs.log("s:sample:0", 0).used_at -= IDLE_LOG_S + 1  # nobody has polled since
+    sample.settle(Outcome(payload=b"x"))
+    logs.settled(sample)
+    logs.forget()
+    log = logs.log("s:sample:0", 0)
+    assert [entry.request_id for entry in log.after(0)] == ["s:sample:0:5"]
+    log.used_at -= IDLE_LOG_S + 1
+    logs.forget()
+    assert logs.log("s:sample:0", 0) is not log, "after an hour it is forgotten"
+    logs.close()
 
 
 def test_a_cursor_from_before_a_restart_is_behind_every_new_entry() -> None:

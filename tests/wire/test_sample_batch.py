@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkex import types
 from tinkex.errors import TinkerError
+from tinkex.wire import requests
 from tinkex.wire.sample_batch import open_samples
 
 TEXTS = st.text(alphabet='{}[]",\\: ab\n', max_size=6)
@@ -41,8 +43,26 @@ def test_a_sample_has_the_bytes_it_came_in(join: str) -> None:
     assert [sample.content.decode() for sample in opened(content.encode())] == bodies
 
 
-def test_samples_whose_bytes_cannot_be_cut_out_are_told_apart_by_batch_and_position() -> None:
-    content = b'{"requests":[{"stop":"}"},{"stop":"}"}]}'
+def test_a_sample_with_a_brace_in_a_text_is_the_same_in_any_batch_and_alone() -> None:
+    """Our client groups samples anew when it repeats them: `stop=["}"]` must not be refused."""
+    samples = [
+        types.SampleRequest(
+            prompt=types.ModelInput.from_ints([1, 2]),
+            sampling_params=types.SamplingParams(stop=["}"], temperature=1e-5),
+            seq_id=n,
+        )
+        for n in range(2)
+    ]
+    bodies = [requests.encode("asample", sample) for sample in samples]
+    together = requests.join_samples(bodies).content
+    assert [sample.content for sample in opened(together)] == [body.content for body in bodies]
+    alone = requests.join_samples(bodies[1:]).content
+    assert opened(alone)[0].content == bodies[1].content
+
+
+def test_samples_that_cannot_be_written_again_are_told_apart_by_batch_and_index() -> None:
+    half = rb'{"stop":"}","x":NaN,"y":"\ud800"}'  # half of a surrogate pair
+    content = b'{"requests":[%b,%b]}' % (half, half)
     first, second = (sample.content for sample in opened(content))
     assert first != second
     assert [sample.content for sample in opened(content)] == [first, second]

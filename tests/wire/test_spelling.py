@@ -109,3 +109,11 @@ def test_an_old_server_gets_a_sample_in_its_own_dialect() -> None:
         requests.encode(
             "asample", types.SampleRequest(**asked, topk_sample_logprobs=2), Generation.V0_4
         )
+
+
+def test_whole_numbers_of_any_length_are_written() -> None:
+    """orjson ends at 64 bits; metadata of a session may hold longer ones."""
+    value = {"a": [2**64 - 1, 2**64, -(2**63) - 1, 1e-05]}
+    assert dumps(value) == dumps_slowly(value)
+    with pytest.raises(TypeError):
+        dumps({"a": object()})

@@ -114,7 +114,10 @@ def _chunk(chunk: ModelInputChunk) -> dict[str, Any]:
 
 def dumps(value: Any) -> bytes:
     """Plain objects without NaN and infinity as Python's encoder writes them."""
-    raw = orjson.dumps(value)
+    try:
+        raw = orjson.dumps(value)
+    except TypeError:  # a whole number of more than 64 bits, among what nobody can write
+        return dumps_slowly(value)
     if b"0.0000" not in raw and _EXPONENT.search(raw) is None:
         return raw
     return raw if _TWO_SPELLINGS.search(raw) is None else dumps_slowly(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from typing import Any
 
 from tinkex.errors import WireError
 from tinkex.types.service.extensions import SampleBatchRequest
@@ -41,10 +42,21 @@ def open_samples(name: str, content: bytes, content_type: str | None = JSON) -> 
         except WireError:
             pass  # a brace in a text, or JSON that is none: the parser of the whole will tell
     whole = json_codec.read(SampleBatchRequest, open_body(name, content, content_type).fields)
-    # Written in another way than ours: such a sample repeats only where its whole batch does.
-    digest = hashlib.blake2b(content, digest_size=16).digest()
-    parts = enumerate(whole.requests)
-    return [Opened(row, b"%d %b" % (index, digest), fields) for index, fields in parts]
+    return [
+        Opened(row, _written(fields, index, content), fields)
+        for index, fields in enumerate(whole.requests)
+    ]
+
+
+def _written(fields: Any, index: int, content: bytes) -> bytes:
+    """A sample that could not be cut out, as our client writes it, so that it may come alone too.
+
+    One that cannot be written again is known by the bytes of its batch and its index in it.
+    """
+    try:
+        return json_codec.dumps(fields)
+    except (TypeError, ValueError, RecursionError):
+        return b"%d %b" % (index, hashlib.blake2b(content, digest_size=16).digest())
 
 
 def _cut(content: bytes) -> list[bytes]:

@@ -57,6 +57,31 @@ def test_a_stranger_who_does_not_know_the_group_is_turned_away() -> None:
         assert together(2, address, store) == [[{0: 0.0}, {1: 1.5}]] * 2
 
 
+def test_a_stranger_who_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "_PROOF_S", 0.2)
+    store, address = sockets.open_store(LOOPBACK)
+    with socket.create_connection(store.getsockname()):
+        assert together(2, address, store) == [[{0: 0.0}, {1: 1.5}]] * 2
+
+
+def test_a_first_rank_that_says_nothing_is_not_waited_for_for_ever() -> None:
+    store, address = sockets.open_store(LOOPBACK)
+    with store, pytest.raises(EngineError, match="rank 1 of 2 found no process group"):
+        sockets.join(job(1, 2, address, timeout_s=0.2), None)
+
+
+def test_a_rank_that_takes_nothing_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    address = f"file:{tmp_path / 's'}"
+    with ThreadPoolExecutor(2) as threads:
+        first, other = threads.map(
+            lambda rank: sockets.join(job(rank, 2, address, timeout_s=0.5), None), range(2)
+        )
+    with pytest.raises(EngineError, match="takes nothing"):
+        first.broadcast(bytes(1 << 26))
+    first.close()
+    other.close()
+
+
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     for rank in range(2):
         with pytest.raises(EngineError, match=f"rank {rank} of 2 found no process group"):

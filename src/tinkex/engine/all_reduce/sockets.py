@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import time
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from multiprocessing.context import AuthenticationError
@@ -19,6 +20,8 @@ from tinkex.engine.jobs import JoinGroupJob
 from tinkex.errors import EngineError
 
 _POLL_S = 0.01
+_PROOF_S = 5.0
+"""How long whoever connects may be silent before it has proved that it belongs to the group."""
 
 
 class SocketGroup:
@@ -31,7 +34,7 @@ class SocketGroup:
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks in order, at rank 0; nothing at the others."""
         if self.rank:
-            self._links[0].send(value)
+            _send(self._links[0], value)
             return []
         return [value, *map(self._receive, self._links)]
 
@@ -40,7 +43,7 @@ class SocketGroup:
         if self.rank:
             return self._receive(self._links[0])
         for link in self._links:
-            link.send(value)
+            _send(link, value)
         return value
 
     def _receive(self, link: Connection) -> Any:
@@ -54,6 +57,13 @@ class SocketGroup:
     def close(self) -> None:
         for link in self._links:
             link.close()
+
+
+def _send(link: Connection, value: Any) -> None:
+    try:
+        link.send(value)
+    except OSError as exc:
+        raise EngineError("another worker is gone, or takes nothing") from exc
 
 
 def open_store(host: str) -> tuple[socket.socket, str]:
@@ -87,15 +97,19 @@ def _accept(job: JoinGroupJob, store: socket.socket | None, deadline: float) -> 
     links: dict[int, Connection] = {}
     with server:
         while len(links) < job.size - 1:
-            server.settimeout(max(_POLL_S, deadline - time.monotonic()))
+            left_s = _left_s(deadline)
+            server.settimeout(left_s)
             link = Connection(server.accept()[0].detach())
+            _limit(link, min(_PROOF_S, left_s))
             try:
                 deliver_challenge(link, job.group_id.encode())
                 answer_challenge(link, job.group_id.encode())
+                rank = link.recv()
             except (AuthenticationError, EOFError, OSError):
                 link.close()  # of nobody in this group
                 continue
-            links[link.recv()] = link
+            _limit(link, job.timeout_s)
+            links[rank] = link
     return [links[rank] for rank in range(1, job.size)]
 
 
@@ -108,10 +122,28 @@ def _connect(job: JoinGroupJob, deadline: float) -> Connection:
             time.sleep(_POLL_S)
         where = Path(where).read_text()
     host, _, port = where.rpartition(":")
-    peer = socket.create_connection((host, int(port)), max(_POLL_S, deadline - time.monotonic()))
+    peer = socket.create_connection((host, int(port)), _left_s(deadline))
     peer.settimeout(None)
     link = Connection(peer.detach())
+    _limit(link, _left_s(deadline))
     answer_challenge(link, job.group_id.encode())
     deliver_challenge(link, job.group_id.encode())
     link.send(job.rank)
+    _limit(link, job.timeout_s)
     return link
+
+
+def _left_s(deadline: float) -> float:
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("another worker did not come in time")
+    return left_s
+
+
+def _limit(link: Connection, seconds: float) -> None:
+    """Have a read or write fail that gets nowhere for so long; a connection itself would wait."""
+    seconds = max(_POLL_S, seconds)  # none at all would mean no limit
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(link.fileno())) as same:
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

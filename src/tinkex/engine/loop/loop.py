@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -77,8 +78,11 @@ class Loop:
         self._is_resting = True
         self._measured_at = 0.0
         self._holds_snapshots = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # Waited for: a compute that cannot begin fails here, and not in silence at the first job.
+        began: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(began,), name=name, daemon=True)
         self._thread.start()
+        began.result()
 
     # ----------------------------------------------------------------------------- jobs.Engine
 
@@ -105,8 +109,13 @@ class Loop:
 
     # ---------------------------------------------------------------------------------- thread
 
-    def _run(self) -> None:
-        self.compute.begin()
+    def _run(self, began: Future[None]) -> None:
+        try:
+            self.compute.begin()
+        except Exception as exc:
+            began.set_exception(exc)
+            return
+        began.set_result(None)
         while not self._closed:
             self._take_in()
             if ready := self._ready():
@@ -134,7 +143,6 @@ class Loop:
                 self.compute.rest()
             self._is_resting = True
         else:
-            self._is_resting = False
             self._take(entry)
 
     def _measure(self) -> None:
@@ -222,6 +230,7 @@ class Loop:
             self._take(self._inbox.get())
 
     def _take(self, entry: _Entry) -> None:
+        self._is_resting = False  # also when it came while the compute was told to rest
         if isinstance(entry, str):
             self._cancel_now(entry)
         elif entry is not None:

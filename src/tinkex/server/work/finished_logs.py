@@ -51,6 +51,8 @@ class FinishedLog:
 
     def add(self, request_id: str, size_bytes: int) -> None:
         self._unfinished.pop(request_id, None)
+        if not self._entries:  # its hour begins now, however long the sample was waited for
+            self.used_at = time.monotonic()
         self._cursor += 1
         self._entries.append(FinishedSample(self._cursor, request_id, size_bytes))
         self.polls.wake()

@@ -148,7 +148,9 @@ class Placement:
         self._drop(self.leases)
         while self._queue:
             _, _, answer = self._queue.popleft()
-            fail(answer, WorkerLostError(f"{self._adapter_id} was lost with a worker"))
+            lost_before = WorkerLostError(f"{self._adapter_id} was lost with a worker")
+            lost_before.is_blameless = True  # it was never posted
+            fail(answer, lost_before)
 
     def post(self, job: Job, on_event: OnEvent | None = None) -> Answer:
         """Run a job of the adapter, behind those that were posted before."""
