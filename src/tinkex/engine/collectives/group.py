@@ -50,7 +50,7 @@ class Followers(Protocol):
     """The other ranks, as the leader reaches them to have a call made by all."""
 
     def call(
-        self, on: object, method: str, *args: Any
+        self, on: object, method: str, *args: Any, patient: bool = False
     ) -> contextlib.AbstractContextManager[None]: ...
 
     def make(self, on: object, method: str, *args: Any, make: Callable[[], T]) -> T: ...
@@ -164,11 +164,16 @@ class Group:
 
     # -------------------------------------------------------------------- calls of every rank
 
-    def call(self, on: object, method: str, *args: Any) -> contextlib.AbstractContextManager[None]:
-        """Around what every rank does: the leader tells its followers to call `method` first."""
+    def call(
+        self, on: object, method: str, *args: Any, patient: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Around what every rank does: the leader tells its followers to call `method` first.
+
+        With `patient`, it ends when the followers' calls have ended; they have no collective.
+        """
         if self.followers is None:
             return contextlib.nullcontext()
-        return self.followers.call(on, method, *args)
+        return self.followers.call(on, method, *args, patient=patient)
 
     # ----------------------------------------------------------------- when a rank gives up
 

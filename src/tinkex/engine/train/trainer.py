@@ -147,9 +147,14 @@ class Trainer:
         assert isinstance(decoder, Decoder), "only our own decoder is sharded"
         return AdapterShards(whole, decoder.targets, decoder.shards).shard(whole, self.group)
 
-    @on_every_rank
     def load(self, job: LoadAdapterJob) -> str:
         """Put a checkpoint into an adapter, creating it when it is absent; gives its digest."""
+        # Patient: when a load has ended, the server may delete the folder, which all ranks read.
+        with self.group.call(self, "load_here", job, patient=True):
+            return self.load_here(job)
+
+    def load_here(self, job: LoadAdapterJob) -> str:
+        """`load` on this rank alone."""
         previous = self.adapters.get(job.adapter_id)
         stored = self._read(job.folder, with_optimizer=job.with_optimizer)
         kind: str = stored.optimizer_kind or (
