@@ -144,7 +144,7 @@ def run_load(
 def test_two_hundred_samples_and_eight_trainers_lose_nothing(tmp_path: Path) -> None:
     """And heartbeats are not late: a client gives one 10 s (contract 3.4), and 99 of 100 take half.
 
-    It was 16 ms on two idle cores (2026-11-18) and 0.2 s at a load of 12.
+    It was 11 ms on two idle cores (2026-11-18) and 0.2 s at a load of 12.
     """
     p50, p99 = run_load(tmp_path, 200, 8, 5)
     assert p50 <= p99 < 5
