@@ -27,7 +27,7 @@ export PIP_RETRIES ?= 10
 export PIP_DEFAULT_TIMEOUT ?= 60
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: test-cluster venv lint format test fuzz test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers test-peers-quick system bench quickstart dist docs proto clean clean-cache
+.PHONY: test-cluster venv lint format test fuzz test-quick test-pythons test-pythons-quick test-slow test-browser test-clients test-peers test-peers-quick test-frameworks system bench quickstart dist docs proto clean clean-cache
 
 venv: $(STAMP)
 
@@ -110,13 +110,17 @@ test-cluster: $(DEV_STAMP)
 test-peers-quick: $(DEV_STAMP) $(SYSTEM_PACKAGES)
 	$(BIN)/python -m pytest $(TOGETHER) -m "peers and not slow and not gpu and not cluster"
 
-# The same, then six official SDKs; prints the tables of docs/peers.md.
+# The same, then seven official SDKs; prints the tables of docs/peers.md.
 test-peers: test-peers-quick
 	$(BIN)/python tests/peers/run.py
 
+# Frameworks that speak Tinker against our server, our client against another server; an hour.
+test-frameworks: $(DEV_STAMP)
+	$(BIN)/python tests/frameworks/run.py
+
 # Every table of docs/benchmarks.md, except the GPU's where there is none. Exits 1 below a bar.
 bench: $(DEV_STAMP)
-	status=0; for name in wire client server train memory sample openai abuse pool console; do \
+	status=0; for name in wire client server train memory sample openai abuse pool console teacher; do \
 	  $(BIN)/python benchmarks/$$name.py --write || status=1; done; \
 	if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then \
 	  $(BIN)/python benchmarks/gpu.py --write || status=1; \

@@ -8,31 +8,39 @@ session stays in memory, are compared between a third of the time and the end; i
 printed every minute. Then it starts again, and every checkpoint that was saved and not deleted is
 loaded.
 
-    python benchmarks/soak.py [--no-bar] [--minutes 30]
+With `--attackers` a hostile key runs the attacks of `attackers.py` meanwhile, one after the other.
+
+    python benchmarks/soak.py [--no-bar] [--minutes 30] [--attackers]
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import random
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import report
+from attackers import HOSTILE, ROOT, Target, in_turns
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "server"))
+for _folder in ("harness", "server"):
+    sys.path.insert(0, str(ROOT / "tests" / _folder))
+from fuzz import talking_toy  # noqa: E402
+from patience import until  # noqa: E402
 from server_process import ServerProcess  # noqa: E402
 from small_disk import Disk, small_disk  # noqa: E402
-from wire_client import PROTO, Failed, WireClient, loss_of, train_body  # noqa: E402
+from wire_client import PROTO, SESSION, Failed, WireClient, loss_of, train_body  # noqa: E402
 
 NUM_TENANTS = 6
 KEEP = 4
 """Checkpoints a tenant keeps; older ones are deleted."""
 DISK_BYTES, MIN_FREE_BYTES = 200_000_000, 8_000_000
+ATTACK_S = 20.0
 FULL = 507
 
 
@@ -76,7 +84,8 @@ class Tenant:
             self.seq_id += 1
             accepted.append(answer.json())
         disk.clear()
-        time.sleep(1.5)
+        # The server looks at the room every second, when attackers leave it the time.
+        until(lambda: self.client.post("create_session", SESSION).status_code == 200)
         for promise in accepted:
             assert loss_of(self.client.result(promise)) > 0
         return num_refused
@@ -149,17 +158,39 @@ def disturb(
     return what
 
 
-def soak(folder: Path, minutes: float, seed: int) -> list[report.Figure]:
+def settings(folder: Path, *, attackers: bool) -> list[str]:
+    """Flags of the server; with attackers its toy reads words, and the disk is shared out."""
+    keys = [flag for n in range(NUM_TENANTS) for flag in ("--api-key", f"tml-{n}=user{n}")]
+    file = folder / "settings.toml"
+    file.write_text(f"min_free_bytes = {MIN_FREE_BYTES}\n")
+    flags = ["--config", str(file), *keys]
+    if not attackers:
+        return ["--engine", "toy", *flags]
+    toy = talking_toy(folder / "model")
+    model = ["--model", str(folder / "model"), "--alias", f"toy={folder / 'model'}"]
+    limits = ["--quota", f"disk_bytes={DISK_BYTES // 20}", "--api-key", f"{HOSTILE}=hostile"]
+    return ["--engine", toy["engine"], *model, *flags, *limits]
+
+
+def begin_attacks(port: int, seconds: float) -> threading.Thread:
+    """Attack a server in another thread, until so many seconds are over."""
+    until = time.monotonic() + seconds
+    work = in_turns(Target(port), until, ATTACK_S)
+    thread = threading.Thread(target=asyncio.run, args=(work,), name="attackers", daemon=True)
+    thread.start()
+    return thread
+
+
+def soak(
+    folder: Path, minutes: float, seed: int, *, attackers: bool = False
+) -> list[report.Figure]:
     rng = random.Random(seed)
     home = folder / "home"
     home.mkdir()
     (folder / "link").symlink_to(home)
     spellings = [home, folder / "link", home / ".." / "home", folder / "." / "home"]
-    keys = [flag for n in range(NUM_TENANTS) for flag in ("--api-key", f"tml-{n}=user{n}")]
-    settings = folder / "settings.toml"
-    settings.write_text(f"min_free_bytes = {MIN_FREE_BYTES}\n")
     counts = dict.fromkeys(("nothing", "worker", "full", "kill", "stop"), 0)
-    server = ServerProcess(home, "--engine", "toy", "--config", str(settings), *keys)
+    server = ServerProcess(home, *settings(folder, attackers=attackers))
     num_rounds = num_refused = 0
     with (
         small_disk(home / "data", lambda: [server.pid, *server.worker_pids()], DISK_BYTES) as disk,
@@ -167,6 +198,8 @@ def soak(folder: Path, minutes: float, seed: int) -> list[report.Figure]:
     ):
         tenants = [Tenant(server, n) for n in range(NUM_TENANTS)]
         started, early, weighed_at = time.monotonic(), None, 0.0
+        # Not while the server is weighed: connections of attackers would hide what stays open.
+        attacks = begin_attacks(server.port, minutes * 20) if attackers else None
         while (spent := time.monotonic() - started) < minutes * 60:
             num_rounds += 1
             for tenant in rng.sample(tenants, 3):
@@ -185,8 +218,15 @@ def soak(folder: Path, minutes: float, seed: int) -> list[report.Figure]:
                 told = ", ".join(f"{k} {v:.1f}" for k, v in weigh(server.pid).items())
                 print(f"{spent / 60:.0f} min, process {server.pid}: {told}", file=sys.stderr)
             if early is None and spent > minutes * 20:
+                if attacks is not None:
+                    attacks.join()
                 settle(tenants, rng)
                 early = weigh(server.pid)
+                if attacks is not None:
+                    left_s = minutes * 60 - (time.monotonic() - started)
+                    attacks = begin_attacks(server.port, left_s)
+        if attacks is not None:
+            attacks.join()
         settle(tenants, rng)
         late = weigh(server.pid)
         server.stop()
@@ -221,9 +261,10 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attackers", action="store_true")
     flags, rest = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        figures = soak(Path(folder), flags.minutes, flags.seed)
+        figures = soak(Path(folder), flags.minutes, flags.seed, attackers=flags.attackers)
     return report.finish("soak", figures, rest)
 
 

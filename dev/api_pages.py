@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import enum
 import inspect
+import pydoc
 import re
 import types as python_types
 import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import explanations
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -42,6 +44,7 @@ HELPERS = (
     "ClientConfig",
     "RetryConfig",
     "RequestOptions",
+    "QueueStateObserver",
     "Timeout",
     "RecoveryPolicy",
     "RecoveryEvent",
@@ -55,9 +58,12 @@ RECIPES = {
     "dpo": ("DpoConfig", "train"),
     "rl": ("RlConfig", "train"),
     "distill": ("DistillConfig", "train"),
+    "learning_rate": ("get_lr",),
+    "rewards": ("RewardFunction",),
     "episodes": ("Turn", "Environment", "Episode", "Question", "Player", "as_task"),
     "render": ("Renderer", "Rendered"),
-    "loop": ("RunOptions", "Result"),
+    "options": ("RunOptions",),
+    "loop": ("Result",),
 }
 GROUPS = {
     "data": "Training data",
@@ -127,7 +133,15 @@ def recipes_page() -> str:
 
 
 def _page(title: str, text: str, names: Iterable[str]) -> str:
-    return f"{HEAD}\n# {title}\n\n{text}\n" + "".join(f"\n::: {name}\n" for name in names)
+    return f"{HEAD}\n# {title}\n\n{text}\n" + "".join(_entry(name) for name in names)
+
+
+def _entry(path: str) -> str:
+    """A class or function, and the parameters that mean the same in all of its calls."""
+    shared = explanations.unsaid(pydoc.locate(path))
+    lines = [f"| `{name}` | {_escaped(says)} |" for name, says in shared.items()]
+    head = ["", "Parameters whose meaning is the same in all calls:", "", "| | |", "|---|---|"]
+    return f"\n::: {path}\n" + ("\n".join([*head, *lines, ""]) if lines else "")
 
 
 HEAD = "<!-- Written by dev/reference.py; change the code, not this page. -->\n"
@@ -184,7 +198,8 @@ def _table(value: Any) -> str:
 def _fields(value: type) -> Iterator[tuple[str, str, str, str]]:
     if issubclass(value, BaseModel):
         for name, field in value.model_fields.items():
-            says = _declared(value).get(name) or _says(field)
+            said = _escaped(explanations.explained(value, name))
+            says = _declared(value).get(name) or f"{said} {_says(field)}".strip()
             yield name, _shown_type(field.annotation), _default(field), says
         return
     if value.__init__ is object.__init__ or value is typing.Any:
@@ -194,7 +209,7 @@ def _fields(value: type) -> Iterator[tuple[str, str, str, str]]:
             continue
         kind = str(parameter.annotation).replace(" | ", " or ") if parameter.annotation else "Any"
         default = "required" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
-        yield name, _short(kind), default, ""
+        yield name, _short(kind), default, _escaped(explanations.explained(value, name))
 
 
 def _declared(value: type) -> dict[str, str]:

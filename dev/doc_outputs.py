@@ -100,11 +100,18 @@ def is_true(output: str | None, printed: str) -> bool:
 
 def _pattern(text: str) -> str:
     """An expression for what may be printed where a page shows `text`; decimals are its groups."""
+    return "".join(map(_line_pattern, text.splitlines(keepends=True)))
+
+
+def _line_pattern(line: str) -> str:
+    if line == "...\n":
+        return _stands_for(line)
     pattern, end = "", 0
-    for varying in _VARYING.finditer(text):
-        pattern += re.escape(text[end : varying.start()]) + _stands_for(varying[0])
+    for varying in _VARYING.finditer(line):
+        pattern += re.escape(line[end : varying.start()]) + _stands_for(varying[0])
         end = varying.end()
-    return pattern + re.escape(text[end:])
+    # Atomic: every match of a line ends with it, so the first is as good as any.
+    return f"(?>{pattern}{re.escape(line[end:])})"
 
 
 def _stands_for(varying: str) -> str:

@@ -6,14 +6,29 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from tinkex.contract import cost
+from tinkex.contract.cost import Cost
+
 HEAD = """# Endpoints
 
 Every call of the protocol and every field of its request, with the bounds that the SDK and the
 server refuse by. What the calls mean is in [the wire](wire.md); a running server shows the same at
 `/docs`. *Ordered* calls carry `model_id` and `seq_id` and run in that order; a call that *changes
 state* is replayed after a crash; one that runs *alone* waits for what came before it. Bodies are
-*small* (1 MiB), *medium* (16 MiB), or *large* and *file* (the server's `max_body_bytes`).
+*small* (1 MiB), *medium* (16 MiB), *large* and *file* (the server's `max_body_bytes`), or an
+*upload* (`max_upload_bytes`).
 """
+_SIZES = {
+    cost.SMALL.sent_bytes: "small",
+    cost.MEDIUM.sent_bytes: "medium",
+    cost.LARGE.sent_bytes: "large",
+    cost.FILE.sent_bytes: "file",
+    cost.UPLOAD.sent_bytes: "upload",
+}
+
+
+def _size(limit: Cost) -> str:
+    return _SIZES[limit.sent_bytes]
 
 
 def endpoints_page() -> str:
@@ -31,7 +46,7 @@ def endpoints_page() -> str:
         answer = _name(row.result) + (f" of {_name(row.promised)}" if row.promised else "")
         lines.append(
             f"| `{row.name}` | {row.method} `{row.path}` | {_name(row.request)} | {answer} | "
-            f"{row.size if row.request or row.size == 'file' else ''} | {order} |"
+            f"{_size(row.limit) if row.request or row.limit.files else ''} | {order} |"
         )
     requests = {row.request.__name__: row.request for row in ENDPOINTS.values() if row.request}
     parts = ["\n".join(lines) + "\n", "## Requests\n"]

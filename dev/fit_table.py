@@ -8,11 +8,8 @@ from __future__ import annotations
 import torch
 
 from tinkex.engine.model.shape import ExpertsConfig, ModelConfig, RopeConfig
-from tinkex.engine.torch.survey import Needs, needs
+from tinkex.engine.torch.survey import LENGTH, needs
 
-LENGTH, RANK, SAMPLES = 2048, 32, 16
-OVERHEAD = 2e9
-"""Runtime, kernels, logits and what the allocator cannot use."""
 CARDS = (8, 12, 16, 24, 48, 80, 141)
 
 
@@ -69,11 +66,6 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
-def total(it: Needs) -> float:
-    """Bytes for one user who trains and samples, layers recomputed where memory is short."""
-    return it.weights + it.adapter + it.training_recomputed + SAMPLES * it.sample
-
-
 def table(dtype: torch.dtype) -> str:
     lines = [
         f"| model | {'smallest card' if dtype == torch.bfloat16 else 'memory'} | parameters | "
@@ -81,10 +73,10 @@ def table(dtype: torch.dtype) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, config in MODELS.items():
-        it = needs(config, dtype, length=LENGTH, rank=RANK)
+        it = needs(config, dtype)
         numbers = (it.weights, it.adapter, it.training, it.training_recomputed, it.sample)
         cells = [_gb(number) for number in numbers]
-        needed = (total(it) + OVERHEAD) / 1e9
+        needed = it.total / 1e9
         if dtype == torch.bfloat16:
             card = next((card for card in CARDS if card * 0.95 >= needed), None)
             last = f"**{card} GB**" if card else "none here"

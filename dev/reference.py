@@ -132,13 +132,15 @@ def loss_table() -> str:
     from tinkex.contract.losses import LOSSES
 
     lines = [
-        "| loss | per token | needs | takes | `loss_fn_config` |",
-        "|---|---|---|---|---|",
+        "| loss | per token | needs | takes | `loss_fn_config` | a [teacher](#a-teacher) is |",
+        "|---|---|---|---|---|---|",
     ]
     for loss in LOSSES.values():
         says = loss.says + (f" ([source]({loss.source}))" if loss.source else "")
         needs, takes = (", ".join(f"`{x.name}`" for x in row) for row in (loss.needs, loss.takes))
-        lines.append(f"| `{loss.name}` | {says} | {needs} | {takes} | {_settings(loss.settings)} |")
+        settings = _settings(loss.settings)
+        row = f"`{loss.name}` | {says} | {needs} | {takes} | {settings} | {loss.teacher}"
+        lines.append(f"| {row} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What mkdocs must know about our pages: fences that tests read, links out of docs/, a notebook.
+"""What mkdocs must know about our pages: test fences, links out of docs/, the notebook, the search.
 
 Pages are written to be read on a code host too. There a link may lead to a source file, and a block
 may say `python hosted` for the tests' sake; the site shows the file's path and plain `python`.
@@ -14,6 +14,9 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+# Sections of the menu: users do not search the pages of the first; those of the second come after
+# the guides, since they have every word somewhere.
+BUILDERS, REFERENCE = "For builders", "Look up"
 _FENCE = re.compile(r"^```(python|console) (?:hosted|setup)$", re.M)
 _OUTWARD = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]+)(?:#[^)]*)?\)")
 
@@ -26,6 +29,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    page.meta["search"] = {
+        "exclude": is_in(page, BUILDERS),
+        "boost": 0.01 if is_in(page, REFERENCE) else 1,
+    }
     depth = page.file.src_uri.count("/") + 1
     return _OUTWARD.sub(
         lambda link: link[0] if _stays(link[0], depth) else f"`{link[2]}`",
@@ -41,6 +48,11 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
 
 def on_post_template(output: str, template_name: str, **_: Any) -> str:
     return output.replace("https://unpkg.com/iframe-worker/shim", "assets/file-worker.js")
+
+
+def is_in(page: Any, title: str) -> bool:
+    """Whether a page is in the section `title` of the menu, or in a section below it."""
+    return any(section.title == title for section in page.ancestors)
 
 
 def _stays(link: str, depth: int) -> bool:

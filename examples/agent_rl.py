@@ -59,7 +59,7 @@ def main(base_url: str | None = None) -> list[float]:
     service = tinkex.ServiceClient(base_url=base_url)
     training = service.create_lora_training_client(
         base_model="HuggingFaceTB/SmolLM2-135M-Instruct", rank=16, seed=0
-    )
+    ).result()
     curve: list[float] = []
     for step in range(NUM_STEPS):
         model = training.save_weights_for_sampler(f"step-{step}").result().path

@@ -29,7 +29,7 @@ def batch(examples):
 
 def main():
     with tinkex.ServiceClient() as service:
-        training = service.create_lora_training_client(base_model=MODEL, rank=16, seed=0)
+        training = service.create_lora_training_client(base_model=MODEL, rank=16, seed=0).result()
         renderer = Renderer(training.get_tokenizer())
         examples = [renderer.example(row["messages"]) for row in rows()]
         random.Random(0).shuffle(examples)
@@ -38,7 +38,7 @@ def main():
         def held_out_loss():
             return training.forward(batch(held_out), "cross_entropy").result().metrics["loss:sum"]
 
-        base = service.create_sampling_client(base_model=MODEL)
+        base = service.create_sampling_client(base_model=MODEL).result()
         before, loss_before = [ask(base, renderer, q) for q in QUESTIONS], held_out_loss()
         for step in range(10):
             data = batch(examples[step * BATCH : (step + 1) * BATCH])
@@ -47,7 +47,7 @@ def main():
             print(f"step {step}  loss {result.result().metrics['loss:sum']:.2f}")
 
         loss_after = held_out_loss()
-        sampler = training.save_weights_and_get_sampling_client()
+        sampler = training.save_weights_and_get_sampling_client().result()
         for question, was in zip(QUESTIONS, before, strict=True):
             now = ask(sampler, renderer, question)
             print(f"\n{question}\n  before  {was}\n  after   {now}")

@@ -19,7 +19,7 @@ KEEP = [("The capital of Italy is", " Rome"), ("Water is made of hydrogen and", 
 
 def main():
     with tinkex.ServiceClient() as service:
-        training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0)
+        training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0).result()
         tokenizer = training.get_tokenizer()
 
         def datum(prompt, answer):

@@ -18,7 +18,7 @@ MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 
 
 def make_teacher(service):
-    training = service.create_lora_training_client(base_model=MODEL, rank=16, seed=0)
+    training = service.create_lora_training_client(base_model=MODEL, rank=16, seed=0).result()
     renderer = Renderer(training.get_tokenizer())
     examples = [renderer.example(row["messages"]) for row in rows()]
     for step in range(6):

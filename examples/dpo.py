@@ -37,7 +37,7 @@ def total(logprobs, example):
 
 def main():
     with tinkex.ServiceClient() as service:
-        training = service.create_lora_training_client(base_model=MODEL, rank=16, seed=0)
+        training = service.create_lora_training_client(base_model=MODEL, rank=16, seed=0).result()
         renderer = Renderer(training.get_tokenizer())
         pairs = [pair(renderer, *item) for item in CAPITALS.items()]
         train, held_out = pairs[:8], pairs[8:]

@@ -17,7 +17,7 @@ LINE = "The ship is called the Jolly Gradient."
 
 
 def train(service):
-    training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0)
+    training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0).result()
     tokens = training.get_tokenizer().encode(LINE)
     datum = tinkex.Datum(
         model_input=tinkex.ModelInput.from_ints(tokens[:-1]),

@@ -19,7 +19,7 @@ LINES = {"alice": "My favourite word is anchor.", "bob": "My favourite word is t
 def train(base_url, user):
     """Teach a line; gives what the user's own model says then, and where it is kept."""
     with tinkex.ServiceClient(base_url=base_url, api_key=KEYS[user]) as service:
-        training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0)
+        training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0).result()
         tokenizer = training.get_tokenizer()
         tokens = tokenizer.encode(LINES[user])
         datum = tinkex.Datum(
@@ -32,7 +32,7 @@ def train(base_url, user):
             training.optim_step(tinkex.AdamParams(learning_rate=1e-3))
             losses.append(result.result().metrics["loss:sum"])
         path = training.save_weights_for_sampler("line").result().path
-        sampler = service.create_sampling_client(model_path=path)
+        sampler = service.create_sampling_client(model_path=path).result()
         prompt = tokenizer.encode("My favourite word is")
         params = tinkex.SamplingParams(max_tokens=3, temperature=0)
         said = sampler.sample(tinkex.ModelInput.from_ints(prompt), 1, params).result()
@@ -57,7 +57,9 @@ def main():
                 assert said.split()[0].strip(".") in LINES[user]
             try:
                 with tinkex.ServiceClient(base_url=base_url, api_key=KEYS["bob"]) as service:
-                    service.create_sampling_client(model_path=done["alice"][2]).get_base_model()
+                    service.create_sampling_client(
+                        model_path=done["alice"][2]
+                    ).result().get_base_model()
                     raise AssertionError("bob may not read alice's weights")
             except tinkex.TinkerError as refused:
                 print(f"bob asks for alice's weights: {refused}")

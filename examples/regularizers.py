@@ -22,7 +22,7 @@ def datum(tokenizer, text, **inputs):
 
 def train(service, penalty):
     """Learn NEW for ten steps; gives the losses on NEW and how far OLD has moved."""
-    training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0)
+    training = service.create_lora_training_client(base_model=MODEL, rank=8, seed=0).result()
     tokenizer = training.get_tokenizer()
     new, old = datum(tokenizer, NEW), datum(tokenizer, OLD)
 

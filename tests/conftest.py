@@ -109,9 +109,15 @@ def toy_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[str]:
+def serving(
+    folder: Path,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    names_folder: bool = True,
+) -> Iterator[str]:
     """Run `python -m tinkex.server` with `flags`; gives its base URL once it answers."""
-    command = [sys.executable, "-m", "tinkex.server", "--port", "0", "--data-dir", str(folder)]
+    command = [sys.executable, "-m", "tinkex.server", "--port", "0"]
+    command += ["--data-dir", str(folder)] if names_folder else []
     with (folder / "server.log").open("wb") as log:
         clean = {**_clean_env(), "TINKEX_HOME": str(folder), **(env or {})}
         child = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, stderr=log, env=clean)

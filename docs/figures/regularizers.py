@@ -29,7 +29,7 @@ SENTENCES = [
 
 def main(num_steps: int) -> None:
     with tinkex.ServiceClient() as service:
-        training = service.create_lora_training_client(MODEL, rank=8, seed=0)
+        training = service.create_lora_training_client(MODEL, rank=8, seed=0).result()
         data = make_data(training)
         specs = [
             RegularizerSpec(KLDivergence(reference="reference", form="per_token"), 0.2, "kl"),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names load when 
     from tinkex.client.config import ClientConfig as ClientConfig
     from tinkex.client.futures import APIFuture as APIFuture
     from tinkex.client.futures import FutureStatus as FutureStatus
-    from tinkex.client.http.transport import RequestOptions as RequestOptions
+    from tinkex.client.http.options import RequestOptions as RequestOptions
     from tinkex.client.recovery.policy import RecoveryEvent as RecoveryEvent
     from tinkex.client.recovery.policy import RecoveryPolicy as RecoveryPolicy
     from tinkex.client.recovery.run_monitor import RunMonitor as RunMonitor
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time names load when 
     from tinkex.client.sampling.sample_retry import RetryConfig as RetryConfig
     from tinkex.client.sampling.sampling_client import SamplingClient as SamplingClient
     from tinkex.client.service.service_client import ServiceClient as ServiceClient
+    from tinkex.client.session.polling import QueueStateObserver as QueueStateObserver
     from tinkex.client.training.loss_tracing import LossHandle as LossHandle
     from tinkex.client.training.loss_tracing import PerDatumLossFn as PerDatumLossFn
     from tinkex.client.training.recovering_client import (
@@ -107,7 +108,8 @@ _NAMES = {
     "tinkex.client.config": "ClientConfig",
     "tinkex.client.futures": "APIFuture FutureStatus",
     "tinkex.client.sampling.sample_retry": "RetryConfig",
-    "tinkex.client.http.transport": "RequestOptions",
+    "tinkex.client.http.options": "RequestOptions",
+    "tinkex.client.session.polling": "QueueStateObserver",
     "tinkex.client.recovery.policy": "RecoveryEvent RecoveryPolicy",
     "tinkex.client.training.recovering_client": "RecoveringTrainingClient",
     "tinkex.client.recovery.run_monitor": "RunMonitor",

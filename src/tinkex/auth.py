@@ -34,7 +34,7 @@ def raise_if_tinker_not_accessible() -> None:
     Raises:
         TinkerError: There is no credential, it was refused, or the service cannot be reached.
     """
-    config = ClientConfig.from_env(retry_window_s=0.0, max_retries=0)
+    config = ClientConfig.from_env(max_retries=0)
     if config.base_url == LOCAL:
         raise ConfigError(
             "No credential is set, so there is no service to reach. Set TINKER_API_KEY."

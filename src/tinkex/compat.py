@@ -29,9 +29,14 @@ from tinkex.errors import ConfigError
 __all__ = ["install", "main"]
 
 # Official module -> our modules that together hold its names, searched in order.
-_CLIENTS = ("tinkex", "tinkex.client.futures", "tinkex.client.training.loss_tracing")
+_CLIENTS = (
+    "tinkex",
+    "tinkex.client.futures",
+    "tinkex.client.older_sdk",
+    "tinkex.client.training.loss_tracing",
+)
 _MODULES: dict[str, tuple[str, ...]] = {
-    "tinker": ("tinkex",),
+    "tinker": ("tinkex", "tinkex.client.older_sdk"),
     "tinker.auth": ("tinkex.auth",),
     "tinker.types": ("tinkex.types",),
     "tinker._exceptions": ("tinkex.errors",),
@@ -53,7 +58,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "tinker.lib.retryable_exception": ("tinkex.errors",),
     "tinker.lib.telemetry": ("tinkex.client.session.telemetry",),
 }
-_RENAMED = {"InternalClientHolder": "Holder", "Telemetry": "Reporter"}
+_RENAMED = {
+    "BackcompatSamplingClientFuture": "DirectFuture",
+    "BackcompatTrainingClientFuture": "DirectFuture",
+    "InternalClientHolder": "Holder",
+    "Telemetry": "Reporter",
+}
 
 
 def _version() -> str:

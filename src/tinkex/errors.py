@@ -12,16 +12,35 @@ from typing import Any
 
 
 def _rebuild(cls: type[TinkerError], args: tuple[Any, ...], state: dict[str, Any]) -> TinkerError:
-    error = cls.__new__(cls)
+    # One that is also an OSError has that one's layout, whatever stands first among its bases.
+    base: type[Exception] = OSError if issubclass(cls, OSError) else Exception
+    error = base.__new__(cls)
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+def is_retryable(category: str, status: int | None = None) -> bool:
+    """Whether the same request may succeed later: the one table, asked by all that tries again.
+
+    408, 409 and 429 pass by themselves, whoever is said to be at fault. Otherwise a user's mistake
+    never passes; a 5xx does, and so does a failure without a status (the request ran and broke on
+    the server, or the connection was lost). Every other status stays.
+    """
+    if status in (408, 409, 429):
+        return True
+    return category.lower() != "user" and (status is None or status >= 500)
 
 
 class TinkerError(Exception):
     """The root of the tree. `code` is a short stable name for programs; the text is for people."""
 
     code = "error"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call may succeed later, without anything changed by the caller."""
+        return False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, dict(self.__dict__))
@@ -120,7 +139,7 @@ class WorkerLostError(EngineError):
     """`memory` or `crash` where the process ended by itself while it worked on this job, `stuck`
     where it was ended for it or for one that shared its passes."""
     was_alone = False
-    """The process worked on this job and no other."""
+    """The process worked on this job and no other, or this one was on trial and had its turn."""
 
 
 # ------------------------------------------------------------------------------------ the SDK
@@ -142,6 +161,12 @@ class ClientClosedError(TinkerError, RuntimeError):
     code = "client_closed"
 
 
+class BlockedLoopError(TinkerError, RuntimeError):
+    """A call would wait on the SDK's own thread for something that only this thread can bring."""
+
+    code = "blocked_loop"
+
+
 class ResultTimeoutError(TinkerError, TimeoutError):
     """`result(timeout)` ended before the answer came. The request itself goes on."""
 
@@ -152,6 +177,10 @@ class RetryableException(TinkerError, RuntimeError):
     """The request is lost but may be made again, as a new one."""
 
     code = "retryable"
+
+    @property
+    def retryable(self) -> bool:
+        return True
 
 
 class PromiseLostError(RetryableException):
@@ -182,6 +211,10 @@ class RequestFailedError(TinkerError, RuntimeError):
         self.status_code: int | None = None
         self.retry_after_ms: int | None = None
 
+    @property
+    def retryable(self) -> bool:
+        return is_retryable(self.category, self.status_code)
+
 
 class APIError(TinkerError):
     """An HTTP call failed. `body` is what the server sent, decoded where it was JSON."""
@@ -208,20 +241,33 @@ class APIError(TinkerError):
         self.retry_after_ms = retry_after_ms
         self.category = category
 
+    @property
+    def retryable(self) -> bool:
+        return is_retryable(self.category, self.status_code)
+
 
 class APIResponseValidationError(APIError, ValueError):
     """The server answered with something that is not the expected result."""
 
     code = "invalid_response"
 
+    @property
+    def retryable(self) -> bool:
+        return False
+
 
 class APIConnectionError(APIError, ConnectionError):
-    """The server could not be reached, or the connection broke."""
+    """The server could not be reached, or the connection broke.
+
+    `category` is "user" where trying again cannot help, such as a certificate that does not verify.
+    """
 
     code = "connection_failed"
 
-    def __init__(self, message: str = "Connection error.", request: Any = None) -> None:
-        super().__init__(message, request, category="server")
+    def __init__(
+        self, message: str = "Connection error.", request: Any = None, *, category: str = "server"
+    ) -> None:
+        super().__init__(message, request, category=category)
 
 
 class APITimeoutError(APIConnectionError, TimeoutError):
@@ -266,6 +312,14 @@ class APIStatusError(APIError):
         )
         self.status_code = status_code
         self.headers = headers or {}
+
+    @property
+    def retryable(self) -> bool:
+        """The server's `x-should-retry` decides, where it sends one; else the table."""
+        said = self.headers.get("x-should-retry")
+        if said in ("true", "false"):
+            return said == "true"
+        return is_retryable(self.category, self.status_code)
 
     @property
     def response(self) -> Any:

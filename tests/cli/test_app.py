@@ -12,7 +12,8 @@ import pytest
 
 from tinkex import __version__
 from tinkex.cli.app import COMMANDS, run
-from tinkex.errors import InvalidInputError
+from tinkex.cli.messages import words
+from tinkex.errors import AuthenticationError, InvalidInputError
 
 
 def test_help_lists_every_command_and_ends_with_0(cli):
@@ -72,13 +73,26 @@ def test_what_the_server_said_is_told_in_commands_and_without_the_request(cli):
     )
 
 
-def test_a_server_that_wants_a_key_says_so_when_none_is_set(cli, start_server, tmp_path):
+def test_a_server_that_wants_a_key_says_so_when_none_is_set(
+    cli, start_server, tmp_path, monkeypatch
+):
     flags = ("--engine", "toy", "--api-key", "tml-secret=ada")
     with start_server(tmp_path, *flags) as base_url:
         ran = cli("--base-url", base_url, "run", "list")
         assert ran.code == 1
         assert "wants an API key and none is set: `tinkex auth login`" in ran.err
+        monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
+        ran = cli("--base-url", base_url, "run", "list")
+        assert "Check TINKER_API_KEY" in ran.err
+        monkeypatch.delenv("TINKER_API_KEY")
         assert "Credentials available: no\n" in cli("--base-url", base_url, "auth", "status").out
+
+
+def test_a_401_of_any_server_says_what_to_do(monkeypatch):
+    """Servers of others say no more than that the key is wrong."""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-wrong")
+    refused = AuthenticationError("no", status_code=401, body={"detail": "Invalid key."})
+    assert words(refused) == ("Invalid key. Check the key: `tinkex auth login`, or TINKER_API_KEY.")
 
 
 def test_the_start_of_a_local_server_is_no_warning():
@@ -136,7 +150,7 @@ def test_failures_end_with_their_code_and_no_traceback(monkeypatch, capsys, erro
     def fail():
         raise error
 
-    monkeypatch.setattr("tinkex.cli.commands.version.version.callback", fail)
+    monkeypatch.setattr("tinkex.cli.commands.shell.version.callback", fail)
     assert run(["version"]) == code
     captured = capsys.readouterr()
     assert words in captured.err

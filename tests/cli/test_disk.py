@@ -40,7 +40,7 @@ def test_disk_shows_each_run_with_what_it_keeps(cli, home):
     folder, run_id = home
     run = _only_run(cli)
     assert (run["run_id"], run["name"], run["is_open"]) == (run_id, "pirate", False)
-    assert all(run["sizes"][kind] > 0 for kind in ("checkpoints", "samplers", "journal"))
+    assert all(run["sizes"][kind] > 0 for kind in ("checkpoints", "samplers", "requests"))
     table = cli("disk")
     assert "pirate" in table.out
     assert run_id in table.out, "what `gc --run` takes"
@@ -60,7 +60,7 @@ def test_gc_leaves_checkpoints_and_takes_the_rest(cli, home):
     assert done["runs"] == 1
     sizes = _only_run(cli)["sizes"]
     assert sizes["checkpoints"] > 0
-    assert sizes["state"] == sizes["samplers"] == sizes["journal"] == 0
+    assert sizes["state"] == sizes["samplers"] == sizes["requests"] == 0
     assert not list((folder / "ephemeral").glob("*"))
 
 

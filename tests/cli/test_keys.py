@@ -148,6 +148,8 @@ def test_an_administrator_disables_enables_and_stops_a_user(server, keys, cli, m
     assert "disabled" in cli("admin", "users").out
     assert cli("admin", "enable", *who).code == 0
     until(server, ann, 200)
+    assert cli("admin", "unpause", *who, "--json").json["state"] == "active"
+    assert "There is no user 'eve'" in cli("admin", "unpause", "--user", "eve").err
     assert cli("admin", "stop", *who, "--json").json["num_ended"] == 0
     assert "There is no user 'eve'" in cli("admin", "stop", "--user", "eve").err
     assert "There is no run 'x'" in cli("admin", "stop", "--run", "x").err

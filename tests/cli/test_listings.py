@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -231,6 +233,23 @@ def test_session_export_trace(cli, saved, tmp_path, monkeypatch):
     assert cli("session", "export-trace", "no-such-session").code == 1
 
 
+def test_run_trace_goes_to_a_pipe_or_to_a_file(cli, saved, tmp_path, monkeypatch):
+    from perfetto_slices import perfetto_slices
+
+    monkeypatch.chdir(tmp_path)
+    table = cli("run", "trace", saved.run_id, "-o", "there.pftrace")
+    assert "there.pftrace" in table.out
+    slices = perfetto_slices((tmp_path / "there.pftrace").read_bytes())
+    assert "optim_step" in [one.name for one in slices[saved.run_id, "requests"]]
+    assert len(slices[saved.run_id, "passes"]) == 1
+    shown = cli("run", "trace", saved.run_id, "--json").json
+    assert (tmp_path / shown["destination"]).stat().st_size == shown["file_size_bytes"]
+    assert cli("run", "trace", "no-such-run").code == 1
+    command = [sys.executable, "-m", "tinkex.cli", "run", "trace", saved.run_id]
+    piped = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=60)
+    assert perfetto_slices(piped.stdout).keys() == slices.keys()
+
+
 def hours():
     now = dt.datetime.now(dt.UTC).replace(minute=0, second=0, microsecond=0)
     return [
@@ -322,3 +341,43 @@ def test_checkpoint_save_needs_one_source(cli):
     assert cli("checkpoint", "save", "x", "--from", "nothing").code == 2
     missing = "tinker://nobody:train:0/weights/x"
     assert cli("checkpoint", "save", "x", "--from", missing).code == 1
+
+
+def test_checkpoint_search_finds_by_metadata_type_and_model(cli, saved):
+    by_note = ("checkpoint", "search", "--metadata", "note=first", "--limit", "0")
+    table = cli(*by_note)
+    assert "Base Model" in table.out
+    found = cli(*by_note, "--type", "training", "--json").json["checkpoints"]
+    assert saved.state_path in {item["tinker_path"] for item in found}
+    assert {item["checkpoint_type"] for item in found} == {"training"}
+    assert cli(*by_note, "--base-model", "none", "--json").json == {"checkpoints": []}
+    assert len(cli("checkpoint", "search", "--limit", "1", "--json").json["checkpoints"]) == 1
+
+
+def test_checkpoint_search_refuses_what_is_no_pair_and_a_project_of_nobody(cli):
+    wrong = cli("checkpoint", "search", "--metadata", "note")
+    assert (wrong.code, "'note' is not KEY=VALUE" in wrong.err) == (2, True)
+    absent = cli("checkpoint", "search", "--project", "nobody")
+    assert (absent.code, "No project 'nobody'" in absent.err) == (1, True)
+
+
+def test_checkpoint_upload_sends_the_files_of_an_export(cli, saved, toy_server, tmp_path):
+    from tinkex import ServiceClient
+
+    with ServiceClient(base_url=toy_server) as service:
+        training = service.create_training_client_from_state(saved.state_path)
+        export = training.save_weights_external("out").result().path
+    cli("checkpoint", "download", export, "-o", str(tmp_path))
+    [folder] = tmp_path.iterdir()
+    told = cli("checkpoint", "upload", str(folder), "--project", "p", "--json").json
+    assert told["tinker_path"].endswith("/external_weights/uploaded")
+    [found] = cli("checkpoint", "search", "--project", "p", "--json").json["checkpoints"]
+    assert found["tinker_path"] == told["tinker_path"]
+
+
+def test_checkpoint_upload_of_something_else_fails_before_it_sends(cli, tmp_path):
+    ran = cli("checkpoint", "upload", str(tmp_path))
+    assert (ran.code, "holds no adapter_config.json" in ran.err) == (1, True)
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "base_model_name_or_path": "x"}')
+    ran = cli("checkpoint", "upload", str(tmp_path))
+    assert (ran.code, "holds no adapter_model.npz, manifest.json" in ran.err) == (1, True)

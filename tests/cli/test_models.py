@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+import tinkex
+
 pytestmark = pytest.mark.usefixtures("default_model_dir")  # The toy model speaks its tokens.
 
 
@@ -81,7 +83,7 @@ SFT = ("--batch-size", "4", "--epochs", "2", "--rank", "4", "--learning-rate", "
 def test_train_sft_reports_bad_rows_and_where_the_weights_are(cli, data):
     ran = cli("train", "sft", data, *SFT, "--log-dir", "log")
     assert ran.code == 0, ran.err
-    assert "line 13: needs 'messages', or 'prompt' and 'completion'; has 'prompt'" in ran.err
+    assert "line 13: needs 'messages', 'conversations', 'prompt' and 'completion'" in ran.err
     assert "tinker://" in ran.out
     shown = cli("train", "sft", data, *SFT, "--json", "--log-dir", "log2").json
     assert shown["steps"] == 6
@@ -132,10 +134,50 @@ def test_ctrl_c_ends_training_with_130_and_a_checkpoint(cli, data, monkeypatch):
     assert ran.code == 130
     assert ran.json["steps"] == 3
     assert "Stopping after this step" in ran.err
-    assert "Resume with the same command" in ran.err
+    assert "Resume with: " in ran.err
+    assert cli("run", "info", ran.json["state_path"], "--json").json["state"] == "stopped"
     monkeypatch.setattr(RunLog, "metrics", real)
-    resumed = cli("train", "sft", data, *SFT, "--log-dir", "log", "--json")
+    told = ran.err.split("Resume with: tinkex ")[1].split("\n")[0]
+    monkeypatch.chdir("/")  # the data is where it was
+    resumed = cli(*told.replace("log", f"{data.parent}/log").split(), "--json")
     assert resumed.json["steps"] == 6
+    assert "Resuming from step 3" in resumed.err
+    rest = tinkex.RestClient(base_url=os.environ["TINKER_BASE_URL"])
+    run = rest.get_training_run_by_tinker_path(resumed.json["state_path"]).result()
+    assert [segment.step for segment in run.segments or ()] == [0, 3]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_ctrl_c_twice_says_how_far_it_is_saved(cli, data, monkeypatch, steps):
+    from tinkex.runs.run_log import RunLog
+
+    real = RunLog.metrics
+
+    def press_twice(self, step, values):
+        real(self, step, values)
+        if step == steps:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(RunLog, "metrics", press_twice)
+    ran = cli("train", "sft", data, *SFT, "--save-every", "2", "--log-dir", "log")
+    assert ran.code == 130
+    assert "Aborted" not in ran.err
+    if steps == 0:
+        assert "Stopped before the first checkpoint. The same command starts again." in ran.err
+        return
+    assert "Stopped at once; the first 2 steps are saved." in ran.err
+    assert "Resume with: tinkex train resume log" in ran.err
+    assert cli("run", "info", "log", "--json").json["state"] == "stopped"
+
+
+def test_only_a_run_that_train_began_is_resumed_and_a_near_name_is_told(cli, data):
+    assert cli("train", "sft", data, *SFT, "--name", "orders").code == 0
+    ran = cli("train", "resume", "order")
+    assert (ran.code, "Did you mean orders?" in ran.err) == (1, True)
+    (data.parent / "runs" / "orders" / "command.json").unlink()
+    ran = cli("train", "resume", "orders")
+    assert (ran.code, "does not say how its run was started" in ran.err) == (1, True)
 
 
 def test_train_dpo(cli, tmp_path):
@@ -172,6 +214,47 @@ def test_train_rl(cli, tmp_path):
     shown = cli("train", "rl", "rewards.py:reward", *RL, "--log-dir", "b", "--json").json
     assert 0 <= shown["metrics"]["reward"] <= 1
     assert "Nothing was learned" not in table.err
+
+
+def test_train_takes_the_flags_that_people_know(cli, tmp_path):
+    rows = [{"instruction": f"Say {i}", "input": "", "output": "aye"} for i in range(6)]
+    (tmp_path / "alpaca.json").write_text(json.dumps(rows))
+    (tmp_path / "eval.jsonl").write_text('{"text": "Once upon a time"}\n')
+    flags = "--lr 1e-2 --warmup 1 --schedule cosine --weight-decay 0.1 --clip 1 --accumulate 2"
+    more = "--eval-data eval.jsonl --pack true --rank 4 --epochs 2 --batch-size 2 --max-length 64"
+    ran = cli("train", "sft", "alpaca.json", *flags.split(), *more.split(), "--log-dir", "a")
+    assert ran.code == 0, ran.err
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert config["learning_rate"] == 0.01
+    assert (config["warmup"], config["clip"], config["accumulate"]) == (1.0, 1.0, 2)
+    assert "Held-out loss" in ran.out
+    auto = cli("train", "sft", "alpaca.json", "--lr", "auto", "--rank", "4", "--log-dir", "b")
+    assert "Learning rate 0.00132, from the size of the model" in auto.err
+    both = cli("train", "sft", "alpaca.json", "--eval-data", "eval.jsonl", "--eval-share", "0.5")
+    assert (both.code, "takes the place of --eval-share" in both.err) == (2, True)
+    wrong = cli("train", "sft", "alpaca.json", "--lr", "fast")
+    assert (wrong.code, "'fast' is neither a number nor 'auto'" in wrong.err) == (2, True)
+    missing = cli("train", "sft", "alpaca.json", "--eval-data", "none.jsonl", "--log-dir", "c")
+    assert (missing.code, "There is no file none.jsonl" in missing.err) == (1, True)
+
+
+def test_train_rl_adds_up_weighted_rewards_and_names_each(cli, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    (tmp_path / "trl.py").write_text(
+        "def short(prompts, completions, **kwargs):\n"
+        "    assert prompts[0].startswith('Count to') and len(kwargs['n']) == len(prompts)\n"
+        "    return [-len(completion) for completion in completions]\n"
+    )
+    two = ("--reward", "rewards.py:reward=0.5", "--reward", "trl.py:short")
+    ran = cli("train", "rl", *two, *RL, "--log-dir", "a", "--json")
+    assert ran.code == 0, ran.err
+    found = ran.json["metrics"]
+    expected = 0.5 * found["rewards/reward"] + found["rewards/short"]
+    assert found["reward"] == pytest.approx(expected)
+    wrong = cli("train", "rl", "--reward", "rewards.py:reward=much", *RL)
+    assert wrong.code == 2
+    assert "'much' is no weight" in wrong.err
+    assert "Name a reward" in cli("train", "rl", *RL).err
 
 
 def test_train_rl_says_when_no_answer_was_better_than_another(cli, tmp_path):
@@ -293,6 +376,7 @@ def test_import_of_something_that_is_no_adapter_fails(cli, saved, tmp_path):
 
 def test_doctor(cli):
     table = cli("doctor", "--tokens", "8")
+    assert max(map(len, table.out.splitlines())) <= 100, "to be read, in a pipe too"
     assert table.code == 0, table.out + table.err
     assert "logprobs tinkex/SmolLM2-135M-Instruct-Q4" in table.out
     shown = cli("doctor", "--no-models", "--json").json

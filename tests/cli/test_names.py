@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tinkex.cli.names import resolve
+from tinkex.cli.state import State
+from tinkex.runs import names
+
 
 @pytest.fixture
 def workshop(cli, tmp_path, monkeypatch, default_model_dir):
@@ -117,7 +121,13 @@ def test_pull_says_what_a_model_needs(workshop, default_model_dir):
     facts = workshop("pull", str(default_model_dir), "--json").json
     assert facts["folder"] == str(default_model_dir)
     assert 134e6 < facts["parameters"] < 136e6
-    assert facts["memory_bytes"] == 4 * facts["parameters"]
+    from tinkex.engine.torch.survey import OVERHEAD_BYTES
+
+    # Weights, adapter with its optimizer, one row, 16 samples: docs/does-it-fit.md rounds to 5 GB.
+    assert 4.4e9 < facts["memory_bytes"] < 4.6e9
+    assert facts["memory_bytes"] > 4 * facts["parameters"] + OVERHEAD_BYTES
+    told = workshop("pull", str(default_model_dir)).out
+    assert "needs about 4.2 GB on a CPU, 3.1 GB on a GPU, to train and sample" in told
     ran = workshop("pull", "no-such-model")
     assert ran.code == 1
     assert "no-such-model" in ran.err
@@ -167,7 +177,7 @@ def test_a_named_run_is_exported(workshop, tmp_path):
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
     refused = cli("export", "nobody", "-o", str(tmp_path / "other")).err
     assert "'nobody' is neither a checkpoint" in refused
-    assert "runs: pirate" in refused
+    assert "Runs here: pirate" in refused
 
 
 @pytest.mark.parametrize(
@@ -189,3 +199,23 @@ def test_a_missing_file_is_told_before_a_model_is_fetched(workshop, tmp_path, co
     ran = workshop("train", *command)
     assert "There is no file no.jsonl" in ran.err
     assert fetched == []
+
+
+def test_a_folder_of_somebody_else_sends_no_key_to_a_server_that_it_names(
+    tmp_path, monkeypatch, cli
+):
+    monkeypatch.setenv("TINKEX_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TINKER_API_KEY", "tml-secret")
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"log_dir": "x", "model": "m"}')
+    saved = {"step": 1, "state_path": "tinker://r/weights/1", "sampler_path": ""}
+    (folder / "checkpoints.jsonl").write_text(json.dumps(saved) + "\n")
+    (folder / "server.json").write_text('{"server": "https://other.invalid"}')
+    ran = cli("chat", str(folder), "-p", "Hi")
+    assert ran.code != 0
+    assert "name it: --base-url https://other.invalid" in ran.err
+    state = State()
+    names.remember("mine", folder)
+    resolve(state, str(folder))
+    assert state.base_url == "https://other.invalid", "a recipe of this machine named it"

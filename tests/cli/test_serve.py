@@ -7,6 +7,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -61,11 +62,25 @@ def test_a_pipe_gets_one_json_line_and_the_log_level_counts(tmp_path):
         tmp_path, *flags, "info", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ).communicate(timeout=500)
     assert [*json.loads(out)] == ["port", "base_url"]
-    assert b"effective config" in err
+    first = err.decode().splitlines()[0]
+    assert "effective config beside the defaults" in first
+    assert (len(first) < 300, '"engine": "toy"' in first) == (True, True), first
     _, err = _serve(
         tmp_path, *flags, "warning", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ).communicate(timeout=500)
     assert err == b""
+
+
+def test_a_port_in_use_is_all_that_is_told(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        flags = ("--engine", "toy", "--port", str(taken.getsockname()[1]))
+        _, err = _serve(
+            tmp_path, *flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ).communicate(timeout=500)
+    assert len(err.decode().splitlines()) == 1, err
+    assert b"Another server may hold the port" in err
 
 
 @pytest.mark.parametrize(

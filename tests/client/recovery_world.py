@@ -88,7 +88,6 @@ class Server:
             base_url=self.base_url,
             env={},
             retry_window_s=retry_window_s,
-            max_retries=1,
             timeout_s=REQUEST_S,
         )
         self._services.append(ServiceClient(config=config))

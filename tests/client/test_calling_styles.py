@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import copy
 import pickle
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -182,3 +183,82 @@ def test_reprs_say_what_a_person_asks_first(service: tinkex.ServiceClient) -> No
     done = training.forward([DATUM], "cross_entropy")
     done.result(60)
     assert repr(done).startswith("<APIFuture done (")
+
+
+async def test_awaiting_a_result_says_what_to_write(service: tinkex.ServiceClient) -> None:
+    sampler = await service.create_sampling_client(base_model=MODEL)
+    future = sampler.sample(PROMPT, 1, PARAMS)
+    with pytest.raises(tinkex.TinkerError, match="Write `await future`"):
+        await future.result()
+    assert (await future).sequences
+
+
+async def test_a_forgotten_await_says_so(service: tinkex.ServiceClient) -> None:
+    forgotten = service.get_server_capabilities_async()
+    with pytest.raises(AttributeError, match="write `await get_server_capabilities_async"):
+        _ = forgotten.supported_models  # type: ignore[attr-defined]
+    assert (await forgotten).supported_models
+
+
+def test_an_async_call_goes_wherever_a_coroutine_goes(service: tinkex.ServiceClient) -> None:
+    async def main() -> list[Any]:
+        ask = service.get_server_capabilities_async
+        task = asyncio.create_task(ask())
+        async with asyncio.TaskGroup() as group:
+            grouped = group.create_task(ask())
+        together = await asyncio.gather(ask(), asyncio.wait_for(ask(), 60))
+        return [await task, grouped.result(), *together, await asyncio.shield(ask())]
+
+    kind = types.GetServerCapabilitiesResponse
+    assert {type(answer) for answer in asyncio.run(main())} == {kind}
+    assert isinstance(asyncio.run(service.get_server_capabilities_async()), kind)  # type: ignore[arg-type]
+
+
+def test_help_shows_the_value_of_an_awaited_twin() -> None:
+    import inspect
+
+    def shown(method: Any) -> Any:
+        return inspect.signature(method).return_annotation
+
+    assert shown(tinkex.RestClient.list_training_runs_async) == "types.TrainingRunsResponse"
+    service = tinkex.ServiceClient
+    assert shown(service.create_lora_training_client_async) == "TrainingClient"
+    assert shown(service.get_server_capabilities_async) == "types.GetServerCapabilitiesResponse"
+    assert shown(tinkex.TrainingClient.get_tokenizer_async) == "Tokenizer"
+
+
+def test_a_message_given_a_bare_value_says_which_keyword() -> None:
+    with pytest.raises(TypeError, match=r"AdamParams\(learning_rate=0.001\)"):
+        types.AdamParams(1e-3)  # type: ignore[misc]
+
+
+def test_a_running_sample_says_that_it_runs(service: tinkex.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model=MODEL)
+    params = types.SamplingParams(max_tokens=3000, seed=3, stop=[])
+    future = sampler.sample(PROMPT, 1, params)
+    states = set()
+    for _ in range(200):
+        status = future.status()
+        states.add(status.state)
+        if status.num_polls and status.state == "running":
+            break
+        time.sleep(0.02)
+    else:
+        assert future.done(), states
+    future.cancel()
+
+
+def test_a_step_without_a_gradient_is_told_of(
+    service: tinkex.ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = service.create_lora_training_client(MODEL, rank=4)
+    adam = types.AdamParams(learning_rate=1e-3)
+    training.optim_step(adam).result(60)
+    training.optim_step(adam).result(60)
+    assert [r.getMessage()[:43] for r in caplog.records if r.name == "tinkex.training"] == [
+        "optim_step was called and no gradient was g"
+    ]
+    caplog.clear()
+    training.forward_backward([DATUM], "cross_entropy")
+    training.optim_step(adam).result(60)
+    assert not [r for r in caplog.records if r.name == "tinkex.training"]

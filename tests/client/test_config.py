@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import tinkex
+from tinkex.client import config as config_module
+from tinkex.client import spelling
 from tinkex.client.config import HOSTED_BASE_URL, ClientConfig
 from tinkex.client.credentials import (
     TokenProvider,
@@ -19,7 +21,9 @@ from tinkex.client.credentials import (
     run_credential_command,
     store_default_key,
 )
+from tinkex.client.http.transport import Transport
 from tinkex.errors import ConfigError
+from tinkex.server.process.config import ServerConfig
 
 
 @pytest.fixture
@@ -157,8 +161,58 @@ def test_making_a_client_touches_nothing(home: dict[str, str]) -> None:
 
 
 def test_an_unknown_argument_is_ignored_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match="nonsense"):
+    with pytest.warns(FutureWarning, match="nonsense.*max_retries"):
         tinkex.ServiceClient(base_url="http://127.0.0.1:1", nonsense=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("base_ulr", "base_url"), ("apikey", "api_key"), ("max_retry", "max_retries")],
+)
+def test_a_misspelt_argument_is_refused_with_the_right_one(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"no argument '{name}'. Did you mean '{meant}'"):
+        tinkex.ServiceClient(**{name: "http://gpu-box:8765"})
+
+
+def test_settings_given_to_the_service_client_mean_what_they_say() -> None:
+    service = tinkex.ServiceClient(
+        base_url="http://127.0.0.1:1",
+        timeout=5,
+        max_retries=1,
+        default_headers={"X-Team": "a"},
+        tags=("x",),
+        retry_window_s=7.0,
+    )
+    config = service.config
+    assert (config.timeout_s, config.max_retries, config.retry_window_s) == (5, 1, 7.0)
+    assert (dict(config.headers), config.tags) == ({"X-Team": "a"}, ("x",))
+    with pytest.raises(ConfigError, match="Give base_url in the config"):
+        tinkex.ServiceClient(base_url="http://127.0.0.1:2", config=config)
+
+
+def test_a_misspelt_variable_is_told_of_once(
+    home: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spelling, "_SAID", set())
+    env = {**home, "TINKEX_MODLE": "m", "TINKER_API_KEI": "k", "TINKEX_CLIENT_SPEED": "9"}
+    for _ in range(2):
+        ClientConfig.from_env(env=env)
+    assert [record.getMessage() for record in caplog.records] == [
+        "TINKEX_MODLE has no effect: there is no such variable. Did you mean TINKEX_LOCAL_MODEL?",
+        "TINKER_API_KEI has no effect: there is no such variable. Did you mean TINKER_API_KEY?",
+        "TINKEX_CLIENT_SPEED has no effect: there is no such variable.",
+    ]
+
+
+def test_no_variable_of_a_server_or_of_another_program_is_taken_for_a_misspelt_one(
+    home: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spelling, "_SAID", set())
+    env = {f"TINKEX_{field.name.upper()}": "1" for field in dataclasses.fields(ServerConfig)}
+    env |= {name.replace("TINKEX_", "TINKEX_SERVER_"): "1" for name in env}
+    env |= {"TINKER_COOKBOOK_CACHE": "1", "TINKEX_SCREENSHOTS": "1", "PATH": "1"}
+    spelling.warn_of_variables({**home, **env}, config_module._VARIABLES)
+    assert caplog.records == []
 
 
 def test_the_credential_command_supplies_the_key_and_its_failure_is_named() -> None:
@@ -262,3 +316,16 @@ def test_access_is_checked_with_one_request(
     monkeypatch.setenv("TINKER_BASE_URL", "http://127.0.0.1:1")
     with pytest.raises(tinkex.APIConnectionError):
         tinkex.auth.raise_if_tinker_not_accessible()
+
+
+def test_each_pool_may_have_its_own_number_of_connections() -> None:
+    config = ClientConfig(
+        base_url="http://127.0.0.1:1", pool_connections={"sample": 400, "train": 8}
+    )
+    transport = Transport(config, TokenProvider("tml-k"))
+    most = {pool: transport._pool(pool).backend._max for pool in ("sample", "train", "session")}
+    assert most == {"sample": 400, "train": 8, "session": 1000}
+    assert pickle.loads(pickle.dumps(config)) == config
+    for wrong in ({"samples": 4}, {"sample": 0}):
+        with pytest.raises(ConfigError, match="pool_connections takes at least 1 for each of auth"):
+            ClientConfig(base_url="http://127.0.0.1:1", pool_connections=wrong)

@@ -10,6 +10,7 @@ import threading
 import pytest
 from patience import until
 
+from tinkex.client import futures
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.errors import ResultTimeoutError, TinkerError
 
@@ -208,3 +209,17 @@ def test_calls_from_many_threads_keep_their_own_order() -> None:
     make(0).result(60)
     for n in range(4):
         assert [number for thread, number in seen if thread == n] == list(range(200))
+
+
+def test_a_loop_of_results_in_a_coroutine_reads_its_code_once() -> None:
+    """Reading a long function takes milliseconds, which thousands of samples would wait for."""
+    future: APIFuture[int] = APIFuture()
+    future.set_result(1)
+
+    async def one_by_one() -> None:
+        for _ in range(100):
+            future.result()
+
+    before = futures._step_after.cache_info().misses
+    asyncio.run(one_by_one())
+    assert futures._step_after.cache_info().misses == before + 1

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import until
 from recovery_world import wait_until
 
 import tinkex
@@ -25,6 +26,8 @@ from tinkex.client.http.backends import make_httpx
 from tinkex.client.session import embedded_server
 from tinkex.conformance.probe import Probe
 from tinkex.errors import LocalServerError
+from tinkex.store import Store
+from tinkex.wire.local_servers import read_record
 
 MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 
@@ -141,6 +144,97 @@ def test_ones_own_server_is_joined_where_it_has_the_model(
         assert f"Using your server at {base_url}" in caplog.text
         assert not (home / "local-toy").exists()
     assert not list((home / "serving").iterdir()), "a server that ended is not announced"
+
+
+def test_local_means_the_private_server_and_a_client_says_how_to_come_back(
+    home: Path, own_server: Callable[..., Any]
+) -> None:
+    with own_server() as base_url:
+        with tinkex.ServiceClient() as joined:
+            assert joined.get_server_address() == base_url
+        with tinkex.ServiceClient(base_url="local") as private:
+            assert private.get_server_address() == "local"
+            assert private._sessionless().config.base_url != base_url
+        assert (home / "local-toy").exists()
+
+
+@pytest.fixture
+def plain_serve(home: Path, start_server: Callable[..., Any]) -> Callable[..., Any]:
+    """A `tinkex serve` of the same user that names no data folder."""
+    (home / "logs").mkdir()
+    env = {"TINKEX_HOME": str(home)}
+    return lambda *flags: start_server(
+        home / "logs", "--engine", "toy", *flags, env=env, names_folder=False
+    )
+
+
+def _end_private(home: Path) -> None:
+    pid = read_record(home / "local-toy.json")["pid"]
+    for child in embedded_server._children:
+        if child.pid == pid:
+            child.kill()
+            child.wait()
+
+
+def test_a_server_that_names_no_folder_has_the_runs_of_the_private_one(
+    home: Path, plain_serve: Callable[..., Any]
+) -> None:
+    """And the other way round; `local` means whoever has them."""
+    with tinkex.ServiceClient() as private:
+        private.create_lora_training_client("toy", rank=4, name="before")
+    _end_private(home)
+    with plain_serve() as base_url:
+        for config in ({}, {"base_url": "local"}):
+            with tinkex.ServiceClient(**config) as joined:
+                assert joined.get_server_address() == "local"
+                assert joined._sessionless().config.base_url == base_url
+        with tinkex.ServiceClient() as joined:
+            joined.create_lora_training_client("toy", rank=4, name="beside")
+            runs = joined.create_rest_client().list_training_runs().result().training_runs
+            assert [run.name for run in runs] == ["beside", "before"]
+    with tinkex.ServiceClient() as private:
+        runs = private.create_rest_client().list_training_runs().result().training_runs
+        assert [run.name for run in runs] == ["beside", "before"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [((), "local-toy"), (("--api-key", "tml-a=ann"), "server"), (("--model", "acme/a"), "server")],
+)
+def test_only_a_server_for_oneself_shares_the_private_folder(
+    home: Path, plain_serve: Callable[..., Any], flags: tuple[str, ...], folder: str
+) -> None:
+    with plain_serve(*flags):
+        assert [path.parent.name for path in home.glob("*/tinkex.db")] == [folder]
+
+
+def test_a_server_that_was_there_before_keeps_its_folder(
+    home: Path, plain_serve: Callable[..., Any]
+) -> None:
+    (home / "server").mkdir()
+    Store.in_folder(home / "server").close()
+    with plain_serve():
+        assert not (home / "local-toy" / "tinkex.db").exists()
+
+
+def test_a_private_server_in_use_is_not_taken_over(home: Path) -> None:
+    with tinkex.ServiceClient() as private:
+        private.get_server_capabilities()
+        command = [sys.executable, "-m", "tinkex.server", "--port", "0", "--engine", "toy"]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert refused.returncode == 1
+        assert f"tinkex serve --data-dir {home / 'server'}" in refused.stderr
+
+
+def test_a_key_for_a_server_that_shares_the_folder_closes_it(
+    home: Path, plain_serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with plain_serve() as base_url:
+        added = [sys.executable, "-m", "tinkex.cli", "keys", "add", "--user", "alice"]
+        monkeypatch.setenv("TINKEX_SERVER_ENGINE", "toy")
+        subprocess.run(added, check=True, capture_output=True, timeout=500)
+        assert not (home / "server" / "tinkex.db").exists()
+        until(lambda: httpx.get(f"{base_url}/api/v1/training_runs").status_code == 401)
 
 
 @pytest.mark.parametrize("flags", [("--model", "acme/other"), ("--api-key", "tml-secret=alice")])

@@ -139,6 +139,60 @@ def test_an_error_in_the_answer_is_final_and_keeps_its_category(sent: str, read:
     assert (caught.value.category, caught.value.request_id) == (read, "r1")
 
 
+def test_a_pending_status_is_no_result_and_says_why_it_waits() -> None:
+    """Contract 000, 3.4: `optim_step` must not take it for a step without metrics."""
+    pending = {"status": "pending", "queue_state": "paused_capacity", "queue_state_reason": "full"}
+    polled = Polled([json_reply(pending)] * 12 + [DONE])
+    assert polled.run().metrics == {"a:sum": 1.0}
+    assert polled.waiting.reason == "full"
+    assert polled.seconds > 10, "a server that does not hold polls is asked with growing pauses"
+
+
+@pytest.mark.parametrize("status", ["completed", "Completed"])
+def test_a_completed_status_has_its_result_inside(status: str) -> None:
+    inside = {"status": status, "result": {"metrics": {"a:sum": 2.0}}}
+    assert Polled([json_reply(inside)]).run().metrics == {"a:sum": 2.0}
+    saved = Expect("SaveWeights", types.SaveWeightsResponse)
+    result = {"status": status, "result": {"path": "tinker://m/weights/a"}}
+    assert Polled([json_reply(result)]).run(saved).path == "tinker://m/weights/a"
+    nothing = Polled([json_reply({"status": status})])
+    with pytest.raises(APIResponseValidationError):
+        nothing.run(saved)
+
+
+def test_a_completed_result_with_nan_is_read() -> None:
+    content = (
+        b'{"status": "completed", "result": {"loss_fn_outputs": [], "metrics": {"a:sum": NaN}}}'
+    )
+    expect = Expect("ForwardBackward", types.ForwardBackwardOutput)
+    output = Polled([Reply(200, {"content-type": "application/json"}, content)]).run(expect)
+    assert output.metrics["a:sum"] != output.metrics["a:sum"]
+
+
+@pytest.mark.parametrize(
+    ("body", "text", "category"),
+    [
+        ({"error": {"message": "bad token", "category": "User"}}, "bad token", "user"),
+        ({"error": {"message": "out of memory"}, "category": "server"}, "out of memory", "server"),
+        ({"error": "flat", "category": "user"}, "flat", "user"),
+        ({"error": {"odd": 1}}, '{"odd":1}', "unknown"),
+        ({}, "gave no reason", "unknown"),
+    ],
+)
+def test_a_failed_status_keeps_message_and_category(
+    body: dict[str, Any], text: str, category: str
+) -> None:
+    with pytest.raises(RequestFailedError, match=text) as caught:
+        Polled([json_reply({"status": "failed", **body})]).run()
+    assert caught.value.category == category
+
+
+def test_an_unknown_status_never_reads_as_success() -> None:
+    answer = json_reply({"status": "archived", "metrics": {"a:sum": 1.0}})
+    with pytest.raises(APIResponseValidationError, match="'archived'"):
+        Polled([answer]).run()
+
+
 def test_a_result_of_the_wrong_shape_is_a_validation_error() -> None:
     with pytest.raises(APIResponseValidationError, match="OptimStep result cannot be read"):
         Polled([json_reply({"metrics": "none"})]).run()

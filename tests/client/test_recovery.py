@@ -279,7 +279,7 @@ def test_an_embedded_server_that_is_not_started_again_is_replaced(server, tmp_pa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TINKEX_HOME", str(tmp_path))
     monkeypatch.setenv("TINKEX_LOCAL_ENGINE", "toy")
-    config = ClientConfig.from_env(base_url="local", retry_window_s=0.5, max_retries=1)
+    config = ClientConfig.from_env(base_url="local", retry_window_s=0.5)
     with ServiceClient(config=config) as service:
         base = service.get_server_capabilities().supported_models[0].model_name
         policy = RecoveryPolicy(save_every_steps=1, monitor_interval_s=0, initial_delay_s=0.1)

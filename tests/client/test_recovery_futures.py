@@ -27,7 +27,7 @@ from tinkex.client.futures import APIFuture
 from tinkex.client.service.service_client import ServiceClient
 from tinkex.client.training.recovering_client import RecoveringTrainingClient
 from tinkex.client.training.training_client import TrainingClient
-from tinkex.errors import ConfigError, ResultTimeoutError, TinkerError
+from tinkex.errors import ClientClosedError, ConfigError, ResultTimeoutError, TinkerError
 
 
 async def test_it_works_the_same_when_awaited(server):
@@ -41,6 +41,20 @@ async def test_it_works_the_same_when_awaited(server):
         losses.append((await future).metrics["loss:sum"])
     assert losses == undisturbed(server, 4)
     client.close()
+
+
+def test_after_close_every_call_fails_at_once(server):
+    client = new_client(server).with_recovery(quick(server))
+    client.forward(batch(0), "cross_entropy").result(60)
+    client.close()
+    for call in (
+        lambda: client.forward(batch(0), "cross_entropy"),
+        lambda: client.optim_step(ADAM),
+        lambda: client.save_state("late"),
+        lambda: client.get_info(),
+    ):
+        with pytest.raises(ClientClosedError):
+            call()
 
 
 class Held:

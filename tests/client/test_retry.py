@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import pickle
 from typing import Any
 
 import pytest
 from virtual_time import run_virtual
 
+from tinkex.client.http.http1 import Reply
+from tinkex.client.http.limits import RateLimiter, SampleGate
 from tinkex.client.http.retry import (
     BillingPause,
     CallRetry,
@@ -20,8 +23,14 @@ from tinkex.client.sampling.sample_retry import RetryConfig, SampleRetry
 from tinkex.client.session.polling import PollRetry
 from tinkex.errors import (
     APIConnectionError,
+    APITimeoutError,
+    ClientClosedError,
+    ConfigError,
+    InvalidInputError,
     PromiseLostError,
     RequestFailedError,
+    ResultTimeoutError,
+    status_error_class,
 )
 
 
@@ -47,9 +56,23 @@ def test_the_delay_doubles_up_to_ten_seconds_with_a_quarter_of_jitter() -> None:
     assert calm.delay_s(10_000) == 10.0
 
 
-@pytest.mark.parametrize(("asked", "delay"), [("60", 60.0), ("61", 0.5), ("0", 0.5), ("-1", 0.5)])
+@pytest.mark.parametrize(("asked", "delay"), [("60", 60.0), ("90", 60.0), ("0", 0.5), ("-1", 0.5)])
 def test_a_server_is_obeyed_for_at_most_a_minute(asked: str, delay: float) -> None:
+    """One that asks for more is not asked again after half a second."""
     assert RetryPolicy(uniform=lambda: 0.0).delay_s(0, {"retry-after": asked}) == delay
+    limiter = RateLimiter(clock=lambda: 0.0)
+    SampleGate(limiter, 1000).hold_back(10, float(asked))
+    assert limiter.delay_s == (delay if float(asked) > 0 else 1.0)
+    poll = PollRetry(BillingPause())
+    refused = Reply(429, {"retry-after": asked}, b"")
+    assert poll.delay_s(refused) == (delay if float(asked) > 0 else 1.0)
+
+
+def refusal(status: int | None, should_retry: str | None = None) -> Any:
+    if status is None:
+        return APIConnectionError("gone")
+    headers = {} if should_retry is None else {"x-should-retry": should_retry}
+    return status_error_class(status)("no", status_code=status, headers=headers)
 
 
 @pytest.mark.parametrize(
@@ -68,26 +91,24 @@ def test_a_server_is_obeyed_for_at_most_a_minute(asked: str, delay: float) -> No
     ],
 )
 def test_x_should_retry_decides_first(status: int, header: str | None, wanted: bool) -> None:
-    headers = {} if header is None else {"x-should-retry": header}
-    assert RetryPolicy().wants(status, headers) is wanted
+    assert refusal(status, header).retryable is wanted
 
 
-def test_the_window_cuts_its_last_delay_and_then_gives_up() -> None:
-    policy = RetryPolicy()
-    assert [policy.round_delay_s(n, 0.0) for n in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    assert policy.round_delay_s(9, 290.0) == 10.0
-    assert policy.round_delay_s(9, 300.0) is None
+def test_rounds_are_up_to_half_a_minute_apart() -> None:
+    assert [RetryPolicy().round_delay_s(n) for n in range(7)] == [1, 2, 4, 8, 16, 30, 30]
 
 
-def delays(*statuses: int | None, **options: Any) -> list[float | None]:
+def delays(
+    *statuses: int | None, should_retry: str | None = None, **options: Any
+) -> list[float | None]:
     """What one call waits after each of these, in order; None is no answer at all."""
 
     async def main() -> list[float | None]:
-        policy = RetryPolicy(max_retries=2, window_s=60.0, uniform=lambda: 0.0)
+        policy = RetryPolicy(quick_retries=2, window_s=60.0, uniform=lambda: 0.0)
         retry = CallRetry(policy, BillingPause(10.0), **options)
         found = []
         for status in statuses:
-            found.append(retry.delay_s(status))
+            found.append(retry.delay_s(refusal(status, should_retry)))
             if found[-1] is None:
                 break
             await asyncio.sleep(found[-1])
@@ -98,10 +119,22 @@ def delays(*statuses: int | None, **options: Any) -> list[float | None]:
 
 def test_a_call_makes_quick_tries_then_rounds_of_them_until_its_window_ends() -> None:
     assert delays(*[503] * 9)[:9] == [0.5, 1.0, 1.0, 0.5, 1.0, 2.0, 0.5, 1.0, 4.0]
-    assert None in delays(*[None] * 40)
+    waited = delays(*[None] * 40)
+    assert (waited[-1], sum(waited[:-1])) == (None, 60.0), "the last pause ends with the window"
     assert delays(503, None, 503, window=False) == [0.5, 1.0, None]
-    assert delays(503, 503, max_retries=0) == [1.0, 2.0]
-    assert delays(503, max_retries=0, window=False) == [None]
+    assert delays(503, 503, quick_retries=0) == [1.0, 2.0]
+    assert delays(503, quick_retries=0, window=False) == [None]
+
+
+def test_max_retries_bounds_the_tries_of_a_call_whatever_is_left_of_its_window() -> None:
+    assert delays(503, max_retries=0) == delays(None, max_retries=0) == [None]
+    assert delays(402, max_retries=0) == [None]
+    assert delays(*[503] * 9, max_retries=4) == [0.5, 1.0, 1.0, 0.5, None]
+
+
+def test_a_server_that_says_do_not_retry_is_believed_for_the_whole_window() -> None:
+    assert delays(503, should_retry="false") == delays(429, should_retry="false") == [None]
+    assert delays(400, 400, 400, should_retry="true") == [0.5, 1.0, None]
 
 
 def test_a_call_is_not_repeated_where_that_cannot_help() -> None:
@@ -111,6 +144,7 @@ def test_a_call_is_not_repeated_where_that_cannot_help() -> None:
 def test_402_is_a_pause_while_there_is_patience() -> None:
     assert delays(402, 402, 402) == [5.0, 5.0, None]
     assert delays(402, window=False) == [None]
+    assert delays(402, should_retry="false") == [None], "the server knows better"
 
 
 def test_a_sample_waits_at_its_gate_instead() -> None:
@@ -121,11 +155,12 @@ def test_a_sample_waits_at_its_gate_instead() -> None:
 def test_a_poll_is_repeated_without_end_unless_it_is_refused_as_wrong() -> None:
     retry = PollRetry(BillingPause(10.0, clock=lambda: 0.0))
     assert [retry.delay_s(None) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-    assert [retry.delay_s(status) for status in (500, 429, 402)] == [0.0, 1.0, 5.0]
-    assert [retry.delay_s(400) for _ in range(4)] == [0.0, 0.0, 0.0, None]
+    replies = {status: Reply(status, {}, b"") for status in (400, 402, 404, 429, 500)}
+    assert [retry.delay_s(replies[status]) for status in (500, 429, 402)] == [0.0, 1.0, 5.0]
+    assert [retry.delay_s(replies[400]) for _ in range(4)] == [0.0, 0.0, 0.0, None]
     retry.answered()
-    assert retry.delay_s(400) == 0.0
-    assert retry.delay_s(404) is None
+    assert retry.delay_s(replies[400]) == 0.0
+    assert retry.delay_s(replies[404]) is None
 
 
 def test_a_billing_pause_ends_after_its_limit_and_starts_anew_after_a_quiet_time() -> None:
@@ -155,15 +190,58 @@ def test_a_sample_is_retried_without_a_count_until_it_succeeds() -> None:
     assert run_virtual(main()) == "done"
 
 
-def test_a_users_mistake_is_not_retried() -> None:
-    async def wrong() -> None:
-        raise RequestFailedError("no", category="user")
+def tries_of(error: Exception, config: RetryConfig, **options: Any) -> int:
+    tries = 0
+
+    async def fail() -> None:
+        nonlocal tries
+        tries += 1
+        raise error
 
     async def main() -> None:
-        with pytest.raises(RequestFailedError):
-            await SampleRetry(RetryConfig(), max_in_flight=None).execute(wrong)
+        with pytest.raises(type(error)):
+            await SampleRetry(config, max_in_flight=None, **options).execute(fail)
 
     run_virtual(main())
+    return tries
+
+
+def test_a_sample_that_the_server_failed_is_tried_three_times_more() -> None:
+    assert tries_of(RequestFailedError("broke", category="server"), RetryConfig()) == 4
+    assert tries_of(RequestFailedError("broke", category="user"), RetryConfig()) == 1
+
+
+def test_the_tries_of_a_sample_can_be_counted() -> None:
+    lost = PromiseLostError("gone")
+    assert tries_of(lost, RetryConfig(max_retries=0)) == 1
+    assert tries_of(lost, RetryConfig(max_retries=5)) == 6
+    assert tries_of(lost, RetryConfig(), max_retries=2) == 3, "that of the client"
+    assert tries_of(RequestFailedError("", category="server"), RetryConfig(max_retries=5)) == 6
+    with pytest.raises(ValueError, match="max_retries must be at least 0, got -1"):
+        RetryConfig(max_retries=-1)
+
+
+def test_a_sample_is_not_tried_again_where_that_cannot_help() -> None:
+    """Although `retryable_exceptions` has the class of the first."""
+    assert tries_of(APIConnectionError("certificate", category="user"), RetryConfig()) == 1
+    assert tries_of(refusal(429, "false"), RetryConfig()) == 1
+
+
+def test_every_error_says_whether_it_may_pass() -> None:
+    assert [refusal(s).retryable for s in (400, 402, 403, 408, 409, 422, 429, 500)] == [
+        *(False, False, False),
+        *(True, True),
+        *(False, True, True),
+    ]
+    assert PromiseLostError("").retryable
+    assert APIConnectionError().retryable
+    assert APITimeoutError().retryable
+    assert not APIConnectionError(category="user").retryable
+    assert RequestFailedError("", category="server").retryable
+    assert not RequestFailedError("", category="user").retryable
+    for kind in (ConfigError, InvalidInputError, ResultTimeoutError, ClientClosedError):
+        assert not kind("no").retryable
+    assert pickle.loads(pickle.dumps(refusal(429, "false"))).retryable is False
 
 
 def test_samples_without_any_progress_fail_as_stuck() -> None:

@@ -92,7 +92,7 @@ def test_429_is_a_wait_after_which_the_same_number_is_sent_again() -> None:
     assert 2.0 <= took < 2.5
 
 
-@pytest.mark.parametrize(("asked", "waits"), [("7", 7.0), ("86400", 1.0)])
+@pytest.mark.parametrize(("asked", "waits"), [("7", 7.0), ("86400", 60.0)])
 def test_a_busy_server_is_obeyed_for_at_most_a_minute(asked: str, waits: float) -> None:
     server = Recording(compute_s=0.0)
     server.refuse = [json_reply({}, 429, **{"retry-after": asked})]

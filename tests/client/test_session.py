@@ -247,3 +247,26 @@ def test_closing_ends_waiting_calls_with_an_error_that_says_so() -> None:
 
     answers = run(server, close_early)
     assert [type(answer) for answer in answers] == [tinkex.ClientClosedError] * 3
+
+
+def test_a_session_ends_with_its_reason_whatever_the_text_of_the_error_holds() -> None:
+    class Listening(Server):
+        details: list[Any] = []
+
+        async def handle(self, method: str, path: str, headers: Any, body: bytes | None) -> Reply:
+            if path.endswith("/finish"):
+                self.details.append(orjson.loads(body or b"{}")["detail"])
+            return await super().handle(method, path, headers, body)
+
+    server = Listening(compute_s=0.0)
+
+    async def main() -> None:
+        config = ClientConfig(base_url="http://session.test", api_key="tml-k", telemetry=False)
+        service = tinkex.ServiceClient(config=config)
+        network = Network(server, random.Random(0), rate=0.0)
+        service._holder = Holder(config, make_backend=network.make_backend)
+        await service.create_lora_training_client("m", rank=4)
+        await service.close("errored", "a\x00b\ud800")
+
+    run_virtual(main())
+    assert (server.finished, server.details) == (["errored"], ["a?b?"])

@@ -121,6 +121,16 @@ async def test_a_failing_endpoint_is_tried_again_and_nothing_is_lost():
     await reporter.drain()
 
 
+async def test_a_text_that_no_json_holds_does_not_block_those_behind_it():
+    server = FakeServer()
+    reporter = Reporter(server, "s-1", FAST)
+    reporter.log("mine\ud800", {"a\ud800": "b\x00c\udfff"})
+    reporter.log("next", {"a": 1})
+    assert await reporter.flush()
+    told = [event["event_data"] for event in server.events if event["event"] == "GENERIC_EVENT"]
+    assert told == [{"a?": "b?c?"}, {"a": 1}]
+
+
 async def test_a_server_without_the_endpoint_is_left_alone():
     server = FakeServer(*[status(NotFoundError, 404)] * 50)
     reporter = Reporter(server, "s-1", FAST)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tinkex.chat.tokenizer import FastTokenizer
 from tinkex.client import tokenizers
+from tinkex.client.config import LLAMA3_MIRRORS, ClientConfig
 from tinkex.client.tokenizers import candidate_ids, load_tokenizer
 from tinkex.errors import ModelNotFoundError, NotSupportedError
 from tinkex.types.data.model_input import ModelInput
@@ -65,6 +66,15 @@ def write_tokenizer(folder: Path, *words: str) -> Path:
                 "baseten/Meta-Llama-3-tokenizer",
             ],
         ),
+        *(
+            (name, None, [name, *LLAMA3_MIRRORS])
+            for name in (
+                "meta-llama/Meta-Llama-3-8B-Instruct",
+                "unsloth/llama-3-8b",
+                "NousResearch/Meta-Llama-3-8B",
+                "nvidia/Llama-3.1-Nemotron-70B",
+            )
+        ),
         ("meta-llama/Llama-3.1-8B", "x/y", ["x/y"]),
         ("meta-llama/Llama-2-7b", None, ["meta-llama/Llama-2-7b"]),
     ],
@@ -72,6 +82,15 @@ def write_tokenizer(folder: Path, *words: str) -> Path:
 def test_ids_are_tried_in_the_promised_order(name, tokenizer_id, ids):
     """R25: the server's id, else the model's name, else the mirrors of Llama 3."""
     assert candidate_ids(name, tokenizer_id) == ids
+
+
+def test_the_mirrors_are_a_setting():
+    name = "meta-llama/Meta-Llama-3-8B"
+    assert candidate_ids(name, mirrors=("own/copy",)) == [name, "own/copy"]
+    assert candidate_ids(name, mirrors=()) == [name]
+    env = {"TINKEX_TOKENIZER_MIRRORS": "a/b, c/d"}
+    assert ClientConfig.from_env(env=env).tokenizer_mirrors == ("a/b", "c/d")
+    assert ClientConfig.from_env(env={}).tokenizer_mirrors == LLAMA3_MIRRORS
 
 
 @pytest.mark.parametrize("name", ["TML/private", "thinkingmachines/private", ""])
@@ -86,6 +105,17 @@ def test_a_folder_named_like_the_model_is_found_without_the_hub(folder):
     assert tokenizer.encode("hello world") == [2, 3]
     assert tokenizer.decode([2, 3]) == "hello world"
     assert load_tokenizer(str(folder)).encode("world") == [3]
+
+
+def test_a_folder_with_half_a_tokenizer_is_named_with_what_is_missing(tmp_path):
+    """Its config alone: transformers raises a ValueError about its own converters."""
+    half = tmp_path / "half"
+    half.mkdir()
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (half / "tokenizer_config.json").write_text(json.dumps(config))
+    (half / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ModelNotFoundError, match=r"half.*Put its tokenizer\.json there"):
+        load_tokenizer(str(half))
 
 
 def test_a_tokenizer_is_loaded_once_per_resolved_id(folder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -47,17 +47,29 @@ class Recorded:
 
 
 def call_through(
-    backend: Recorded, call: Call, then: Callable[[Transport], Any] | None = None, **settings: Any
+    backend: Recorded,
+    call: Call,
+    *,
+    window: bool = False,
+    seconds: list[float] | None = None,
+    **settings: Any,
 ) -> tuple[Reply, float]:
     async def main() -> tuple[Reply, float]:
         config = ClientConfig(base_url="http://api.test/pre", api_key="tml-key", **settings)
         transport = Transport(
             config,
             TokenProvider("tml-key"),
-            retry=RetryPolicy(max_retries=config.max_retries, uniform=lambda: 0.0),
+            retry=RetryPolicy(
+                max_retries=config.max_retries, window_s=config.retry_window_s, uniform=lambda: 0.0
+            ),
             make_backend=lambda _: backend,
         )
-        reply = await transport.call(call._replace(window=False))
+        began = asyncio.get_running_loop().time()
+        try:
+            reply = await transport.call(call._replace(window=window))
+        finally:
+            if seconds is not None:
+                seconds.append(asyncio.get_running_loop().time() - began)
         return reply, asyncio.get_running_loop().time()
 
     return run_virtual(main())
@@ -97,6 +109,22 @@ def test_the_users_headers_win() -> None:
     call_through(backend, POST, headers={"User-Agent": "mine", "X-New": "1"})
     assert backend.sent[0][2]["User-Agent"] == "mine"
     assert backend.sent[0][2]["X-New"] == "1"
+
+
+def test_a_header_is_the_same_in_any_case() -> None:
+    """A key that was to be replaced must not travel on beside the other one."""
+    backend = Recorded(OK)
+    mine = {"x-api-key": "tml-other", "user-agent": "me/1", "X-TEAM": "a"}
+    call_through(backend, POST._replace(headers={"x-team": "b", "accept": "text/x"}), headers=mine)
+    sent = {name.lower(): value for name, value in backend.sent[0][2].items()}
+    assert len(sent) == len(backend.sent[0][2])
+    assert (sent["x-api-key"], sent["user-agent"]) == ("tml-other", "me/1")
+    assert (sent["x-team"], sent["accept"]) == ("a", "text/x")
+
+
+def test_headers_that_frame_a_message_are_refused() -> None:
+    with pytest.raises(errors.ConfigError, match="content-length"):
+        ClientConfig(base_url="http://a", api_key="k", headers={"content-length": "3"})
 
 
 def test_retries_keep_the_idempotency_key_and_count_up() -> None:
@@ -144,6 +172,21 @@ def test_each_status_has_its_class_and_is_not_retried(
     assert error.category == "user"
 
 
+def test_a_server_that_never_answered_is_tried_for_fifteen_seconds() -> None:
+    """It may be starting. One that is known to be there is waited for as long as the window is."""
+    refused = [ConnectionRefusedError("refused")] * 400
+    started: list[float] = []
+
+    def tried(*answers: Reply | Exception) -> float:
+        backend = Recorded(*answers)
+        with pytest.raises(errors.APIConnectionError, match="refused"):
+            call_through(backend, POST, window=True, seconds=started)
+        return started[-1]
+
+    assert tried(*refused) == 15
+    assert tried(json_reply({}, 503), *refused) == 300
+
+
 def test_an_error_tells_how_long_to_wait() -> None:
     backend = Recorded(json_reply({}, 429, **{"retry-after": "7"}))
     with pytest.raises(errors.RateLimitError) as caught:
@@ -158,7 +201,7 @@ def test_a_blank_400_is_a_torn_connection_until_the_budget_is_spent() -> None:
     assert call_through(backend, POST)[0].ok
     backend = Recorded(*[blank] * 17)
     with pytest.raises(errors.BadRequestError):
-        call_through(backend, POST, max_retries=16)
+        call_through(backend, POST, window=True)
 
 
 def test_a_redirect_to_another_host_never_carries_the_credential() -> None:
@@ -202,9 +245,9 @@ def test_names_with_odd_characters_are_encoded_and_colons_are_not() -> None:
     assert backend.sent[0][1].endswith("/training_runs/s:train:0/checkpoints/weights/a%20b")
 
 
-def archive_of(*answers: Reply | Exception) -> Reply:
+def archive_of(*answers: Reply | Exception, **settings: Any) -> Reply:
     async def main() -> Reply:
-        config = ClientConfig(base_url="http://api.test", api_key="tml-key")
+        config = ClientConfig(base_url="http://api.test", api_key="tml-key", **settings)
         backend = Recorded(*answers)
         transport = Transport(config, TokenProvider("tml-key"), make_backend=lambda _: backend)
         return await transport.archive(Call(method="GET", path="archive"))
@@ -233,6 +276,8 @@ def test_an_archive_is_the_address_of_its_redirect_once_it_is_built() -> None:
     away = Reply(302, {"location": "https://storage.test/a.tar"}, b"")
     reply = archive_of(json_reply({}, 503), json_reply({}, 503), away)
     assert reply.json()["url"] == "https://storage.test/a.tar"
+    with pytest.raises(errors.APIStatusError):
+        archive_of(json_reply({}, 503), away, max_retries=0)
 
 
 def test_an_archive_fails_with_the_errors_of_every_other_call() -> None:
@@ -271,6 +316,9 @@ def test_every_error_survives_pickling() -> None:
         errors.PromiseLostError("m", request_id="r1"),
         errors.InvalidInputError("m", path="p"),
         errors.ResultTimeoutError("m"),
+        errors.RegularizerError("m", name="kl"),
+        errors.RegularizerTimeoutError("m", name="kl"),
+        errors.HubError("m"),
         *(
             kind("m", status_code=status, body={"d": 1}, retry_after_ms=5, request_id="q")
             for status, kind in errors.STATUS_ERRORS.items()

@@ -125,3 +125,12 @@ def test_the_scenario_of_the_official_sdks_passes_on_ours(toy_server):
     failed = [step for step in steps if step["outcome"] == "failed"]
     assert not failed, (failed, done.stderr[-3000:])
     assert len(steps) > 20
+
+
+def test_the_futures_of_clients_have_the_names_of_sdk_0_38():
+    code = (
+        "import tinker; from tinker.lib.public_interfaces import BackcompatSamplingClientFuture;"
+        "print(issubclass(tinker.BackcompatTrainingClientFuture, tinker.APIFuture),"
+        " BackcompatSamplingClientFuture.__name__)"
+    )
+    assert said(compat("-c", code)) == "True DirectFuture"

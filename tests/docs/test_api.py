@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
+import pydoc
 import re
 import sys
 from pathlib import Path
@@ -24,7 +27,8 @@ def api():
 
     yield api_pages.pages()
     sys.path.remove(str(ROOT / "dev"))
-    sys.modules.pop("api_pages", None)
+    for module in ("api_pages", "explanations"):
+        sys.modules.pop(module, None)
 
 
 def test_every_public_name_is_in_the_reference(api):
@@ -35,6 +39,59 @@ def test_every_public_name_is_in_the_reference(api):
     public = {*tinkex.__all__, *tinkex.types.__all__, *tinkex.regularizers.__all__}
     modules = {"errors", "regularizers", "types", "__title__", "__version__"}
     assert public - modules - told == set()
+
+
+def test_every_parameter_and_field_is_explained(api):
+    """In its docstring, or once for all of its name in dev/glossary.txt."""
+    import api_pages
+    import explanations
+
+    names = re.findall(r"^::: (\S+)$", "\n".join(api.values()), re.M)
+    owners = {name: pydoc.locate(name) for name in names}
+    taken = {
+        f"{name}({parameter})": said
+        for name, owner in owners.items()
+        if not inspect.ismodule(owner)
+        for parameter, said in explanations.unsaid(owner).items()
+    }
+    assert len(taken) > 100
+    assert [name for name, said in taken.items() if not said] == []
+    fields = {
+        f"{name}.{field}": said
+        for name in tinkex.types.__all__
+        if inspect.isclass(kind := getattr(tinkex.types, name)) and not issubclass(kind, enum.Enum)
+        for field, _, _, said in api_pages._fields(kind)
+    }
+    assert len(fields) > 500
+    assert [name for name, said in fields.items() if not said] == []
+
+
+def test_no_entry_of_the_glossary_is_left_over(api):
+    import api_pages
+    import explanations
+
+    pages = "\n".join(api.values())
+    kinds = [getattr(tinkex.types, name) for name in tinkex.types.__all__]
+    owners = {kind.__name__ for kind in kinds if inspect.isclass(kind)}
+    owners |= {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", pages, re.M)}
+    for entry, text in explanations.glossary().items():
+        assert text.endswith("."), entry
+        owner, _, name = entry.rpartition(".")
+        assert f"| `{name}` |" in pages, f"nothing is called {entry}"
+        assert not owner or owner in owners, entry
+    assert api_pages.HEAD in pages
+
+
+def test_awaited_twins_show_the_type_of_their_value():
+    """`help()` of an `_async` method: what `await` gives, not the future's class."""
+    shown = inspect.signature(tinkex.RestClient.get_training_run_async)
+    assert "TrainingRun" in str(shown.return_annotation)
+    assert "Future" not in str(shown.return_annotation)
+    for client in (tinkex.ServiceClient, tinkex.TrainingClient, tinkex.SamplingClient):
+        for method in ("get_tokenizer", "get_telemetry", "create_custom_loss"):
+            if hasattr(client, method):
+                result = inspect.signature(getattr(client, method)).return_annotation
+                assert "Any" not in str(result), f"{client.__name__}.{method}"
 
 
 @pytest.mark.parametrize("name", ["AdamParams", "SamplingParams", "LoraConfig"])
@@ -56,7 +113,7 @@ def test_every_metric_of_the_source_is_explained():
         for metric in named.findall(file.read_text(encoding="utf-8"))
     }
     assert len(found) > 15
-    dpo = {"accuracy:mean", "margin:mean"}  # of its custom loss; the recipe reports them as its own
+    dpo = {"accuracy:sum", "margin:sum"}  # of its custom loss; the recipe reports them as its own
     assert {metric for metric in found - dpo if f"`{metric}`" not in METRICS} == set()
 
 

@@ -129,6 +129,21 @@ def test_what_stays_the_same_from_run_to_run_may_not_differ(output, printed):
     assert not doc_outputs.is_true(output, printed)
 
 
+def test_many_marks_before_a_difference_are_answered_at_once():
+    """In a process that can be ended: an expression without an end cannot be interrupted."""
+    lines = 15 * ["torch  ...  ok  ... GB, loss 5.445\n"]
+    printed = 15 * ["torch  2.13.0 of 2026  ok  54.4 of 60.5 GB, loss 5.44\n"]
+    shown = "".join([*lines, "end\n"])
+    assert doc_outputs.is_true(shown, "".join([*printed, "end"]))
+    code = "import sys, doc_outputs; sys.exit(doc_outputs.is_true(sys.argv[1], sys.argv[2]))"
+    subprocess.run(
+        [sys.executable, "-c", code, shown, "".join([*printed, "another end"])],
+        cwd=ROOT / "dev",
+        timeout=30,
+        check=True,
+    )
+
+
 @pytest.mark.parametrize("block", of("console setup"), ids=lambda block: block.where)
 def test_commands_that_do_not_run_here_have_real_names_and_options(block):
     for command in block.commands:

@@ -1,12 +1,12 @@
 """Tiny random models of each family, ours and transformers' side by side.
 
-The harness of this folder's tests is importable: `training`, `peft_oracle`.
+The harness of this folder's tests is importable: `training`, `peft_oracle`, `engine_world`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from engine_world import World
 from peft_oracle import exact_norms
+from tiny_llama import tiny_llama
 
 TINY_VOCAB = 97
 _SHAPE = {
@@ -111,3 +113,28 @@ def _make(family: str, folder: Path) -> Tiny:
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory) -> str:
+    """The folder of a tiny model whose engine `start` starts."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_llama(folder, max_position_embeddings=256, eos_token_id=1, initializer_range=0.2)
+    return str(folder)
+
+
+@pytest.fixture
+def start(base) -> Iterator[Callable[..., World]]:
+    """`start(**config)`: a torch engine on the CPU, closed with the test."""
+    from tinkex.engine.torch.config import EngineConfig
+    from tinkex.engine.torch.engine import TorchEngine
+
+    clients: list[World] = []
+
+    def make(**config: Any) -> World:
+        clients.append(World(TorchEngine(EngineConfig(device="cpu", **config)), base))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.engine.close()

@@ -7,19 +7,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from datums import train_datum
+from engine_world import VOCAB, random_datum
 from patience import until
-from tiny_llama import tiny_llama
 
-from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import jobs
 from tinkex.engine.checkpoint import writer
 from tinkex.engine.checkpoint.snapshots import snapshot_room
@@ -27,91 +22,11 @@ from tinkex.engine.numerics.memory_in_use import tensor_bytes
 from tinkex.engine.numerics.ops import CPU
 from tinkex.engine.sample.config import SamplerConfig
 from tinkex.engine.torch.config import EngineConfig
-from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.train.config import TrainerConfig
-from tinkex.engine.train.graph_cost import LossBudget
 from tinkex.engine.train.passes import PassRunner
-from tinkex.engine.train.scoring import RowRun, _evaluate_whole
 from tinkex.errors import ConfigError
 
-VOCAB = 97
 NUM_RUNS = 10
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("base")
-    tiny_llama(folder, max_position_embeddings=256, eos_token_id=1, initializer_range=0.2)
-    return str(folder)
-
-
-class Ticket:
-    """One submitted job: its events, and its end."""
-
-    def __init__(self, client: Client, job: jobs.Job) -> None:
-        self.job, self.client = job, client
-        self.events: list[jobs.Event] = []
-        self._ended = threading.Event()
-        client.engine.submit(job, self._on_event)
-
-    def _on_event(self, event: jobs.Event) -> None:
-        self.events.append(event)
-        if isinstance(event, jobs.Done | jobs.Failed):
-            self.client.ended.append(self.job.job_id)
-            self._ended.set()
-
-    def wait(self) -> Any:
-        assert self._ended.wait(200), f"{self.job} did not end"
-        assert sum(isinstance(e, jobs.Done | jobs.Failed) for e in self.events) == 1
-        return self.events[-1]
-
-    @property
-    def result(self) -> Any:
-        assert isinstance(self.wait(), jobs.Done), self.wait()
-        return self.wait().result
-
-
-class Client:
-    def __init__(self, base: str, **config: Any) -> None:
-        self.base = base
-        self.engine = TorchEngine(EngineConfig(device="cpu", **config))
-        self.ended: list[str] = []
-        self.count = 0
-
-    def put(self, kind: type, **fields: Any) -> Ticket:
-        self.count += 1
-        return Ticket(self, kind(job_id=f"{kind.__name__}{self.count}", **fields))
-
-    def create(self, adapter_id: str = "a", **lora: Any) -> Ticket:
-        spec = jobs.LoraSpec(**({"rank": 4, "seed": 0} | lora))
-        return self.put(
-            jobs.CreateAdapterJob, adapter_id=adapter_id, base_model=self.base, lora=spec
-        )
-
-    def train(self, adapter_id: str = "a", data: Any = None, **fields: Any) -> Ticket:
-        data = data if data is not None else (random_datum(12),)
-        fields = {"loss_fn": "cross_entropy"} | fields
-        return self.put(jobs.TrainJob, adapter_id=adapter_id, data=data, **fields)
-
-    def step(self, adapter_id: str = "a", lr: float = 0.01) -> Ticket:
-        params = AdamParams(learning_rate=lr)
-        return self.put(jobs.OptimJob, adapter_id=adapter_id, params=params)
-
-    def save(self, folder: Path, adapter_id: str = "a", **fields: Any) -> Ticket:
-        return self.put(jobs.SaveAdapterJob, adapter_id=adapter_id, folder=str(folder), **fields)
-
-    def sample(self, folder: Path | None = None, **fields: Any) -> Ticket:
-        defaults = {"prompt": np.array([3, 4, 5]), "max_tokens": 8, "stop_tokens": ()}
-        return self.put(
-            jobs.SampleJob,
-            base_model=self.base,
-            adapter_folder=None if folder is None else str(folder),
-            **(defaults | fields),
-        )
-
-
-def random_datum(length: int, seed: int = 0) -> jobs.TrainDatum:
-    return train_datum(np.random.default_rng(seed).integers(2, VOCAB, length + 1))
 
 
 def weighted(weights: list[float], length: int | None = None, token: int = 2) -> jobs.TrainDatum:
@@ -119,19 +34,6 @@ def weighted(weights: list[float], length: int | None = None, token: int = 2) ->
     tokens = np.full(length or len(weights), token)
     inputs = {"target_tokens": np.ones_like(tokens), "weights": np.array(weights, np.float32)}
     return jobs.TrainDatum(tokens=tokens, inputs=inputs)
-
-
-@pytest.fixture
-def start(base) -> Iterator[Callable[..., Client]]:
-    clients: list[Client] = []
-
-    def make(**config: Any) -> Client:
-        clients.append(Client(base, **config))
-        return clients[-1]
-
-    yield make
-    for client in clients:
-        client.engine.close()
 
 
 def test_a_pipelined_loop_trains_saves_and_samples_what_it_learned(start, tmp_path):
@@ -226,22 +128,12 @@ def test_deterministic_mode_gives_equal_bits_whatever_the_company(start, tmp_pat
 def test_tokens_stream_while_a_long_batch_trains_and_both_end(start):
     client = start(trainer=TrainerConfig(max_tokens=64))
     client.create().wait()
-    with held_up(client):
+    with client.held_up():
         long = client.train(data=tuple(random_datum(60, i) for i in range(80)))
         stream = client.sample(max_tokens=30, stream=True)
     assert stream.result.num_sampled_tokens == 30
     assert long.result.num_tokens == 4800
     assert client.ended[-2:] == [stream.job.job_id, long.job.job_id]
-
-
-@contextmanager
-def held_up(client: Client) -> Iterator[None]:
-    """The engine stands still meanwhile, so that what is put in waits together."""
-    gate = threading.Event()
-    job = jobs.DropAdapterJob(job_id="hold", adapter_id="nobody")
-    client.engine.submit(job, lambda _: gate.wait(200))
-    yield
-    gate.set()
 
 
 def test_a_short_job_does_not_wait_for_a_long_one_and_neither_changes(start):
@@ -254,7 +146,7 @@ def test_a_short_job_does_not_wait_for_a_long_one_and_neither_changes(start):
     client = start(trainer=TrainerConfig(max_tokens=64))
     client.create("big").wait()
     client.create("small", seed=1).wait()
-    with held_up(client):
+    with client.held_up():
         long = client.train("big", data=many)
         after_long = client.step("big")
         short, stepped = client.train("small", data=few), client.step("small")
@@ -272,7 +164,7 @@ def test_two_long_jobs_take_turns_with_short_ones_only(start):
     for name in ("one", "two", "small"):
         client.create(name).wait()
     data = tuple(random_datum(60, i) for i in range(30))
-    with held_up(client):
+    with client.held_up():
         longs = [client.train(name, data=data) for name in ("one", "two")]
         shorts = [client.train("small") for _ in range(5)]
     for ticket in [*longs, *shorts]:
@@ -315,7 +207,7 @@ def test_memory_is_told_by_kind_and_given_back(start, tmp_path):
 def test_training_goes_on_under_an_endless_stream_of_samples(start):
     client = start()
     client.create().wait()
-    with held_up(client):
+    with client.held_up():
         endless = [client.sample(max_tokens=250, prompt=np.array([2 + i])) for i in range(12)]
         ticket = client.train()
     ticket.wait()
@@ -461,7 +353,7 @@ def test_a_users_mistake_is_told_and_the_next_call_works(start, name):
 def test_cancel_ends_a_running_sample_and_a_waiting_job(start):
     client = start(trainer=TrainerConfig(max_tokens=64))
     client.create().wait()
-    with held_up(client):
+    with client.held_up():
         long = client.train(data=tuple(random_datum(60, i) for i in range(250)))
         waiting = client.step()
         stream = client.sample(max_tokens=250, stream=True)
@@ -512,142 +404,3 @@ def test_weights_kept_for_sampling_are_sized_by_the_machine():
     room = snapshot_room(CPU)
     assert 256 << 20 <= room <= 2 << 30
     assert room <= max(total // 32, 256 << 20)
-
-
-# ------------------------------------------------------------------------------- traced losses
-
-
-def slow_loss(num_steps: int = 12, elements: int = 2**19) -> jobs.TracedLoss:
-    """A sum of the logprobs, and steps beside it that take their time."""
-
-    def node(name: str, target: str, *args: Any) -> dict[str, Any]:
-        return {"op": "call_function", "name": name, "target": target, "args": list(args)}
-
-    first = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
-    last = {
-        "op": "output",
-        "name": "output",
-        "target": "output",
-        "args": [{"tuple": [{"ref": "loss"}, {"dict": {}}]}],
-    }
-    steps = [node(f"n{i}", "torch.erfinv", {"ref": "x"}) for i in range(num_steps)]
-    nodes = [
-        first,
-        node("x", "torch.full", [elements], 0.25),
-        *steps,
-        node("loss", "torch.sum", {"ref": "logprobs"}),
-        last,
-    ]
-    return jobs.TracedLoss(inputs=(("logprobs", 1),), graph={"format": 1, "nodes": nodes})
-
-
-def traced_data(count: int) -> tuple[jobs.TrainDatum, ...]:
-    tokens = np.array([3, 4])
-    return (jobs.TrainDatum(tokens=tokens, inputs={"target_tokens": tokens}),) * count
-
-
-def test_a_traced_loss_is_ended_by_its_seconds_and_the_step_is_named(start):
-    client = start(trainer=TrainerConfig(loss_datum_s=0.01))
-    client.create()
-    slow = client.train(loss_fn="custom", data=traced_data(8), custom_loss=slow_loss())
-    ended = slow.wait()
-    assert isinstance(ended, jobs.Failed)
-    assert ended.category == "user"
-    assert "data[0]" in ended.message
-    assert "custom loss node 'n" in ended.message
-    assert "s after the datum began" in ended.message
-    assert "over 0.01 s" in ended.message
-    job = start(trainer=TrainerConfig(loss_job_s=0.01))
-    job.create()
-    told = job.train(loss_fn="custom", data=traced_data(2), custom_loss=slow_loss()).wait()
-    assert "s for the request, over 0.01 s" in told.message
-    # What ended well before has no limit of seconds when it runs again.
-    again = job.train(
-        loss_fn="custom", data=traced_data(2), custom_loss=slow_loss(), is_replay=True
-    )
-    assert isinstance(again.wait(), jobs.Done)
-    assert client.train().result.metrics["loss:sum"] > 0
-
-
-def test_others_have_turns_between_the_datums_of_a_slow_traced_loss(start):
-    """One pass holds all the datums; a sample and another's job come in the middle of it."""
-    client = start()
-    client.create("hog"), client.create("polite")
-    alone = client.train("polite", backward=False).result
-    client.sample().result  # noqa: B018
-    slow = client.train("hog", loss_fn="custom", data=traced_data(16), custom_loss=slow_loss())
-    until(lambda: slow.events or slow.job.job_id in client.engine.heartbeat.now.job_ids)
-    sample = client.sample(max_tokens=4)
-    short = client.train("polite", backward=False)
-    assert len(sample.result.sequences[0].tokens) == 4
-    assert short.result.outputs[0]["logprobs"].tolist() == alone.outputs[0]["logprobs"].tolist()
-    assert isinstance(slow.wait(), jobs.Done)
-    assert client.ended.index(slow.job.job_id) > client.ended.index(sample.job.job_id)
-    assert client.ended.index(slow.job.job_id) > client.ended.index(short.job.job_id)
-
-
-def test_nothing_large_of_a_traced_loss_outlives_its_datum():
-    """Loss, metric and gradient are views of large tensors here, and a pass holds many datums."""
-
-    def evaluate(logprobs: torch.Tensor, _: Any) -> Any:
-        large = torch.cat([logprobs.double(), torch.ones(1000, dtype=torch.float64)])
-        return (large * 2).unbind()[0], {"custom/a:sum": large.detach()[1]}
-
-    targets = torch.tensor([1, 2])
-    run = RowRun(
-        start=0,
-        stop=2,
-        targets=targets,
-        inputs={},
-        active=np.ones(2, bool),
-        evaluate=evaluate,
-        token_local=False,
-        budget=LossBudget(),
-    )
-    run.logprobs = torch.tensor([-1.0, -2.0])
-    _evaluate_whole(run, backward=True)
-    assert run.slopes is not None
-    assert run.slopes.tolist() == [2.0, 0.0]
-    for kept in (run.losses[0], run.slopes, *run.metrics.values()):
-        assert kept.untyped_storage().nbytes() == kept.nbytes
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_turns_in_the_middle_of_a_pass_change_no_bit(start, tmp_path, monkeypatch, deterministic):
-    """The gradients of a traced loss, with and without another's passes between its steps."""
-    data = tuple(
-        jobs.TrainDatum(tokens=d.tokens, inputs={"target_tokens": d.inputs["target_tokens"]})
-        for d in (random_datum(9, seed=seed) for seed in range(6))
-    )
-    loss = slow_loss(1, 4)
-    calm = start(deterministic=deterministic)
-    calm.create("a")
-    expected = calm.train("a", loss_fn="custom", data=data, custom_loss=loss).result
-    calm.step("a").result  # noqa: B018
-    calm.save(tmp_path / "calm").result  # noqa: B018
-
-    monkeypatch.setattr("tinkex.engine.train.passes.TURN_S", 0.0)
-    busy = start(deterministic=deterministic)
-    busy.create("a"), busy.create("b", seed=3)
-    between: list[Ticket] = []
-    given = PassRunner.give_turn
-
-    def give_turn(passes: PassRunner) -> None:
-        between.append(busy.train("b"))
-        between.append(busy.sample(max_tokens=2))
-        given(passes)
-
-    monkeypatch.setattr(PassRunner, "give_turn", give_turn)
-    found = busy.train("a", loss_fn="custom", data=data, custom_loss=loss).result
-    monkeypatch.setattr(PassRunner, "give_turn", given)
-    busy.step("a").result  # noqa: B018
-    busy.save(tmp_path / "busy").result  # noqa: B018
-    num_turns = len(between) // 2
-    assert num_turns > 4 * len(data), "after each step, forward and backward"
-    assert all(isinstance(ticket.wait(), jobs.Done) for ticket in between)
-    first = busy.ended.index(between[0].job.job_id)
-    assert first < busy.ended.index("TrainJob3"), "it ran in the middle"
-    for ours, theirs in zip(found.outputs, expected.outputs, strict=True):
-        assert ours["logprobs"].tolist() == theirs["logprobs"].tolist()
-    weights = [(tmp_path / n / "adapter_model.safetensors").read_bytes() for n in ("calm", "busy")]
-    assert weights[0] == weights[1]

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from datums import train_datum
-from tiny_llama import tiny_llama
+from engine_world import ENDS, VOCAB, Ticket, World, random_datum
 
 from tinkex.contract.optimizers import AdamParams
 from tinkex.engine import folders, jobs
@@ -23,109 +21,6 @@ from tinkex.engine.torch.config import EngineConfig
 from tinkex.engine.torch.engine import TorchEngine
 from tinkex.engine.toy.config import ToyConfig
 from tinkex.engine.toy.engine import toy_engine
-
-VOCAB = 97
-ENDS = (jobs.Done, jobs.Failed)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("base")
-    tiny_llama(folder, max_position_embeddings=256, eos_token_id=1, initializer_range=0.2)
-    return str(folder)
-
-
-class Ticket:
-    """A submitted job: its events, and its end."""
-
-    def __init__(self, world: World, job: jobs.Job) -> None:
-        self.job, self.world = job, world
-        self.events: list[jobs.Event] = []
-        self._ended = threading.Event()
-        world.engine.submit(job, self._on_event)
-
-    def _on_event(self, event: jobs.Event) -> None:
-        self.events.append(event)
-        if isinstance(event, ENDS):
-            self.world.ended.append(self.job.job_id)
-            self._ended.set()
-
-    def end(self) -> Any:
-        assert self._ended.wait(200), f"{self.job} did not end"
-        assert sum(isinstance(event, ENDS) for event in self.events) == 1
-        return self.events[-1]
-
-    def ends_within(self, seconds: float) -> bool:
-        return self._ended.wait(seconds)
-
-    @property
-    def result(self) -> Any:
-        assert isinstance(self.end(), jobs.Done), self.end()
-        return self.end().result
-
-
-class World:
-    """An engine, and the jobs that it is given."""
-
-    def __init__(self, engine: jobs.Engine, base: str) -> None:
-        self.engine, self.base = engine, base
-        self.ended: list[str] = []
-        self.count = 0
-
-    def put(self, kind: type, **fields: Any) -> Ticket:
-        self.count += 1
-        return Ticket(self, kind(job_id=f"{kind.__name__}{self.count}", **fields))
-
-    def create(self, adapter_id: str) -> Ticket:
-        lora = jobs.LoraSpec(rank=4, seed=0)
-        return self.put(
-            jobs.CreateAdapterJob, adapter_id=adapter_id, base_model=self.base, lora=lora
-        )
-
-    def train(self, adapter_id: str, length: int = 12, seed: int = 0, **fields: Any) -> Ticket:
-        datum = train_datum(np.random.default_rng(seed).integers(2, VOCAB, length + 1))
-        fields = {"data": (datum,), "loss_fn": "cross_entropy"} | fields
-        return self.put(jobs.TrainJob, adapter_id=adapter_id, **fields)
-
-    def step(self, adapter_id: str) -> Ticket:
-        params = AdamParams(learning_rate=0.05)
-        return self.put(jobs.OptimJob, adapter_id=adapter_id, params=params)
-
-    def save(self, adapter_id: str, folder: Path, **fields: Any) -> Ticket:
-        return self.put(jobs.SaveAdapterJob, adapter_id=adapter_id, folder=str(folder), **fields)
-
-    def load(self, adapter_id: str, folder: Path) -> Ticket:
-        return self.put(
-            jobs.LoadAdapterJob,
-            adapter_id=adapter_id,
-            base_model=self.base,
-            folder=str(folder),
-            with_optimizer=True,
-        )
-
-    def sample(self, folder: Path | None = None, **fields: Any) -> Ticket:
-        defaults = {"prompt": np.array([3, 4, 5]), "max_tokens": 6, "stop_tokens": (), "seed": 1}
-        adapter_folder = None if folder is None else str(folder)
-        fields = defaults | fields
-        return self.put(
-            jobs.SampleJob, base_model=self.base, adapter_folder=adapter_folder, **fields
-        )
-
-    @contextmanager
-    def held_up(self) -> Iterator[None]:
-        """The engine's thread is kept busy; what is submitted meanwhile waits together."""
-        gate, held = threading.Event(), threading.Event()
-
-        def emit(event: jobs.Event) -> None:
-            held.set()
-            assert gate.wait(200)
-
-        self.engine.submit(jobs.DescribeModelJob(job_id="held", base_model=self.base), emit)
-        assert held.wait(200)
-        try:
-            yield
-        finally:
-            gate.set()
 
 
 def start_torch(**config: Any) -> jobs.Engine:
@@ -160,12 +55,12 @@ def loss(ticket: Ticket) -> float:
 
 def test_jobs_of_an_adapter_run_in_the_order_they_came(start):
     world = start()
-    world.create("a").end()
+    world.create("a").wait()
     with world.held_up():
         tickets = [world.train("a"), world.step("a"), world.train("a"), world.step("a")]
         tickets += [world.train("a"), world.put(jobs.DropAdapterJob, adapter_id="a")]
         tickets.append(world.train("a"))
-    assert isinstance(tickets[-1].end(), jobs.Failed)
+    assert isinstance(tickets[-1].wait(), jobs.Failed)
     assert world.ended[1:] == [ticket.job.job_id for ticket in tickets]
     losses = [loss(ticket) for ticket in tickets[:-1:2]]
     assert losses == sorted(losses, reverse=True)
@@ -175,7 +70,7 @@ def test_jobs_of_an_adapter_run_in_the_order_they_came(start):
 def test_a_lane_keeps_its_order_beside_others_and_waits_for_none(start):
     world = start(deterministic=True)
     for name in "ab":
-        world.create(name).end()
+        world.create(name).wait()
     with world.held_up():
         tickets = {name: [world.train(name), world.step(name), world.train(name)] for name in "ab"}
     for name in "ab":
@@ -190,13 +85,16 @@ def test_jobs_that_wait_together_give_what_they_give_alone(start):
     """They may share a pass; nothing of one shows in another."""
     world = start()
     for name in "abc":
-        world.create(name).end()
+        world.create(name).wait()
     alone = [
-        loss(world.train(name, length, seed=length))
+        loss(world.train(name, (random_datum(length, length),)))
         for name, length in zip("abc", (5, 9, 7), strict=True)
     ]
     with world.held_up():
-        together = [world.train(name, n, seed=n) for name, n in zip("abc", (5, 9, 7), strict=True)]
+        together = [
+            world.train(name, (random_datum(n, n),))
+            for name, n in zip("abc", (5, 9, 7), strict=True)
+        ]
         steps = [world.step(name) for name in "abc"]
     assert [loss(ticket) for ticket in together] == pytest.approx(alone, rel=1e-4)
     assert all(ticket.result.metrics["grad_norm:mean"] > 0 for ticket in steps)
@@ -207,21 +105,21 @@ def test_jobs_that_wait_together_give_what_they_give_alone(start):
 
 def test_a_cancelled_job_ends_at_once_and_those_behind_it_run(start):
     world = start()
-    world.create("a").end()
+    world.create("a").wait()
     with world.held_up():
         first, second, third = world.train("a"), world.step("a"), world.train("a")
         sample, other = world.sample(), world.sample()
         for ticket in (second, sample):
             world.engine.cancel(ticket.job.job_id)
-    assert second.end().category == sample.end().category == "cancelled"
+    assert second.wait().category == sample.wait().category == "cancelled"
     assert loss(first) == loss(third), "the step between them was not taken"
-    assert other.result.num_sampled_tokens == 6
+    assert other.result.num_sampled_tokens == 8
 
 
 def test_cancelling_what_has_ended_or_never_was_changes_nothing(start):
     world = start()
     ticket = world.create("a")
-    ticket.end()
+    ticket.wait()
     world.engine.cancel(ticket.job.job_id)
     world.engine.cancel("nobody")
     assert loss(world.train("a")) > 0
@@ -230,27 +128,27 @@ def test_cancelling_what_has_ended_or_never_was_changes_nothing(start):
 
 def test_a_job_that_fails_is_told_and_the_next_one_runs(start):
     world = start()
-    world.create("a").end()
+    world.create("a").wait()
     good = loss(world.train("a"))
     with world.held_up():
         wrong = world.train("a", data=(train_datum([1, 2, VOCAB + 5]),))
         next_one = world.train("a")
         stranger = world.train("nobody")
-    assert wrong.end().category == stranger.end().category == "user"
-    assert str(VOCAB + 5) in wrong.end().message
+    assert wrong.wait().category == stranger.wait().category == "user"
+    assert str(VOCAB + 5) in wrong.wait().message
     assert loss(next_one) == good
 
 
 def test_a_sample_that_fails_is_told_and_the_next_one_runs(start, tmp_path):
     world = start()
     missing, sample = world.sample(tmp_path / "missing"), world.sample()
-    assert missing.end().category == "user"
-    assert sample.result.num_sampled_tokens == 6
+    assert missing.wait().category == "user"
+    assert sample.result.num_sampled_tokens == 8
 
 
 def test_a_receiver_that_fails_does_not_take_the_engine_with_it(start, caplog):
     world = start()
-    world.create("a").end()
+    world.create("a").wait()
 
     def emit(event: jobs.Event) -> None:
         raise RuntimeError("nobody listens")
@@ -278,27 +176,27 @@ def slow_disk(monkeypatch) -> threading.Event:
 
 def test_training_goes_on_beside_a_save_and_the_folder_holds_its_turn(start, tmp_path, slow_disk):
     world = start(deterministic=True)
-    world.create("a").end()
-    world.train("a").end()
-    world.step("a").end()
-    save = world.save("a", tmp_path / "s", with_optimizer=True)
+    world.create("a").wait()
+    world.train("a").wait()
+    world.step("a").wait()
+    save = world.save(tmp_path / "s", with_optimizer=True)
     saved_at = loss(world.train("a"))
-    world.step("a").end()
+    world.step("a").wait()
     later = loss(world.train("a"))
     assert not save.events
     slow_disk.set()
     assert save.result.size_bytes > 0
-    assert isinstance(world.load("b", tmp_path / "s").end(), jobs.Done)
+    assert isinstance(world.load(tmp_path / "s", "b").wait(), jobs.Done)
     assert loss(world.train("b")) == saved_at != later
 
 
 def test_a_save_that_fails_is_told(start, tmp_path):
     world = start()
-    world.create("a").end()
-    assert world.save("a", tmp_path / "s").result.size_bytes > 0
-    again = world.save("a", tmp_path / "s")
-    assert again.end().category == "user"
-    assert "never overwritten" in again.end().message
+    world.create("a").wait()
+    assert world.save(tmp_path / "s").result.size_bytes > 0
+    again = world.save(tmp_path / "s")
+    assert again.wait().category == "user"
+    assert "never overwritten" in again.wait().message
     assert loss(world.train("a")) > 0
 
 
@@ -313,11 +211,11 @@ def test_unnamed_weights_do_not_wait_for_a_checkpoint_that_is_being_written(
 
     monkeypatch.setattr(folders.tempfile, "mkdtemp", wait_for_named)
     world = start()
-    world.create("a").end()
-    named = world.save("a", tmp_path / "named", with_optimizer=True)
-    quick = world.save("a", tmp_path / "quick", for_sampling=True, ephemeral=True)
+    world.create("a").wait()
+    named = world.save(tmp_path / "named", with_optimizer=True)
+    quick = world.save(tmp_path / "quick", for_sampling=True, ephemeral=True)
     assert quick.result.size_bytes > 0
-    assert world.sample(tmp_path / "quick").result.num_sampled_tokens == 6
+    assert world.sample(tmp_path / "quick").result.num_sampled_tokens == 8
     assert not named.events
     gate.set()
     assert named.result.size_bytes > 0
@@ -326,8 +224,8 @@ def test_unnamed_weights_do_not_wait_for_a_checkpoint_that_is_being_written(
 def test_a_second_save_is_copied_when_the_first_is_written(start, tmp_path, slow_disk):
     """Saves that come faster than the disk must not fill the memory with copies."""
     world = start()
-    world.create("a").end()
-    saves = [world.save("a", tmp_path / name) for name in ("first", "second")]
+    world.create("a").wait()
+    saves = [world.save(tmp_path / name) for name in ("first", "second")]
     behind = world.train("a")
     assert not behind.ends_within(0.3)
     slow_disk.set()
@@ -337,16 +235,16 @@ def test_a_second_save_is_copied_when_the_first_is_written(start, tmp_path, slow
 
 def test_weights_saved_for_sampling_are_sampled_from_while_training_goes_on(start, tmp_path):
     world = start(deterministic=True)
-    world.create("a").end()
+    world.create("a").wait()
     for _ in range(3):
-        world.train("a").end()
-        world.step("a").end()
-    world.save("a", tmp_path / "s", for_sampling=True, ephemeral=True).end()
-    first = world.sample(tmp_path / "s").result.sequences[0]
+        world.train("a").wait()
+        world.step("a").wait()
+    world.save(tmp_path / "s", for_sampling=True, ephemeral=True).wait()
+    first = world.sample(tmp_path / "s", seed=1).result.sequences[0]
     for _ in range(3):
-        world.train("a").end()
-        world.step("a").end()
-    again = world.sample(tmp_path / "s").result.sequences[0]
+        world.train("a").wait()
+        world.step("a").wait()
+    again = world.sample(tmp_path / "s", seed=1).result.sequences[0]
     assert first.tokens.tolist() == again.tokens.tolist()
     assert first.logprobs.tolist() == again.logprobs.tolist()
 
@@ -375,27 +273,27 @@ def test_a_model_is_described_and_loaded_before_anybody_waits_for_it(start):
 
 def test_a_tenant_with_few_samples_does_not_wait_for_one_with_many(start):
     world = start()
-    world.sample().end()
+    world.sample().wait()
     with world.held_up():
         many = [world.sample(tenant="many", seed=i) for i in range(24)]
         few = world.sample(tenant="few")
-    few.end()
+    few.wait()
     for ticket in many:
-        ticket.end()
+        ticket.wait()
     before = world.ended[: world.ended.index(few.job.job_id)]
     assert len(before) <= 8, "it waited for another tenant's samples"
 
 
 def test_training_goes_on_among_many_samples(start):
     world = start()
-    world.create("a").end()
-    world.sample().end()
+    world.create("a").wait()
+    world.sample().wait()
     with world.held_up():
         samples = [world.sample(seed=i, max_tokens=20) for i in range(40)]
         train = world.train("a")
-    train.end()
+    train.wait()
     for ticket in samples:
-        ticket.end()
+        ticket.wait()
     before = world.ended[: world.ended.index(train.job.job_id)]
     assert len(before) < 40, "training waited for all samples"
 
@@ -405,7 +303,7 @@ def test_training_goes_on_among_many_samples(start):
 
 def test_close_ends_every_job_and_those_that_come_later(start):
     world = start()
-    world.create("a").end()
+    world.create("a").wait()
     with world.held_up():
         tickets = [world.train("a"), world.step("a"), world.sample(), world.create("b")]
         closing = threading.Thread(target=world.engine.close)
@@ -413,19 +311,19 @@ def test_close_ends_every_job_and_those_that_come_later(start):
     closing.join(200)
     assert not closing.is_alive()
     later = world.sample()
-    ends = [ticket.end() for ticket in (*tickets, later)]
+    ends = [ticket.wait() for ticket in (*tickets, later)]
     assert all(isinstance(end, ENDS) for end in ends)
-    assert later.end().category == "cancelled"
+    assert later.wait().category == "cancelled"
 
 
 def test_a_save_under_way_is_written_before_the_engine_closes(start, tmp_path, slow_disk):
     world = start()
-    world.create("a").end()
-    save = world.save("a", tmp_path / "s")
-    world.train("a").end()  # the save's turn has come
+    world.create("a").wait()
+    save = world.save(tmp_path / "s")
+    world.train("a").wait()  # the save's turn has come
     closing = threading.Thread(target=world.engine.close)
     closing.start()
     slow_disk.set()
     closing.join(200)
-    assert isinstance(save.end(), jobs.Done | jobs.Failed)
+    assert isinstance(save.wait(), jobs.Done | jobs.Failed)
     assert (tmp_path / "s").is_dir()

@@ -53,6 +53,7 @@ def formulas(logp, q, a, w):
         / (1 + np.exp(np.where(a > 0, 1, 1.05) * (1 - r)))
         * a,
         "kl_divergence": np.exp(q - logp) - (q - logp) - 1,
+        "reverse_kl": (logp - q) ** 2 / 2,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -108,6 +109,19 @@ def test_samples_of_one_prompt_may_end_with_the_token_that_forks_them(model):
     result = run.events[job_id][-1].result
     assert [len(sequence.tokens) for sequence in result.sequences] == [1, 1, 1]
     assert result.device_seconds > 0
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_a_result_says_when_its_prompt_and_its_tokens_were_computed(model, max_tokens):
+    began_at = time.time()
+    run = Run(model, model.sampler())
+    job_id = run.add(prompt_of(9, 1), num_samples=2, max_tokens=max_tokens, prompt_logprobs=True)
+    run.finish()
+    turns = run.events[job_id][-1].result.turns
+    assert [turn.name for turn in turns] == (["prefill", "decode"] if max_tokens else ["prefill"])
+    assert [turn.size for turn in turns] == [9, max_tokens][: len(turns)]
+    moments = [began_at, *(moment for turn in turns for moment in turn[1:3]), time.time()]
+    assert moments == sorted(moments)
 
 
 @pytest.mark.parametrize("adapter", [None, "one"])

@@ -207,3 +207,25 @@ def test_who_was_idle_does_not_save_up_time():
         share.charge(kind, 1.0)
         turns.append(kind)
     assert 4 <= turns.count("train") <= 6
+
+
+def test_a_job_on_trial_has_passes_of_its_own_and_takes_turns_with_the_others():
+    """Whatever happens in its pass is its own fault, and nobody waits for its end."""
+    scheduler = make(num_blocks=64)
+    others = [seq(3, first=n * 100) for n in range(2)]
+    for other in others:
+        scheduler.add(other)
+    step(scheduler)
+    suspect = seq(9, first=900)
+    suspect.trial = "suspect"
+    scheduler.add(suspect)
+    turns = []
+    for _ in range(6):
+        trial, plan = scheduler.next_trial, step(scheduler)
+        assert {chunk.seq.trial for chunk in plan} == {trial}, "it is known before the pass"
+        turns.append([chunk.seq for chunk in plan])
+        assert scheduler.plan_ahead(others) == []
+    assert turns == [others, [suspect]] * 3
+    scheduler.remove(suspect)
+    assert [len(step(scheduler)) for _ in range(2)] == [2, 2]
+    assert not scheduler.has_trial

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ from tinkex.engine.jobs import (
     TrainResult,
 )
 from tinkex.engine.numerics.memory_in_use import is_out_of_memory
+from tinkex.engine.train.data import Limits
+from tinkex.engine.train.tasks import MAX_TURNS, check_job
 from tinkex.errors import InvalidInputError
 
 
@@ -145,6 +148,27 @@ def test_metric_names_have_one_colon_and_count_tokens(tiny, rng):
 
 
 # --------------------------------------------------------------------------------------- seeds
+
+
+def test_a_result_says_when_its_passes_ran_and_how_many_tokens_of_it_were_in_them(tiny, rng):
+    trainer = tiny().trainer(max_tokens=max(LENGTHS))
+    make(trainer), make(trainer, "b")
+    data = make_data(rng)
+    began_at = time.time()
+    for result in train(trainer, job(data), job(data, adapter_id="b")):
+        assert len(result.turns) > 1
+        assert sum(turn.size for turn in result.turns) == sum(LENGTHS)
+        moments = [began_at, *(moment for turn in result.turns for moment in turn[1:3])]
+        assert moments == sorted(moments)
+
+
+def test_many_passes_are_told_as_few(tiny, rng):
+    task = check_job(job(make_data(rng)), Limits(vocab_size=1 << 20, max_length=1 << 20))
+    for number in range(1000):
+        task.note_pass(number, number + 0.5, 10)
+    assert len(task.turns) <= MAX_TURNS
+    assert sum(turn.size for turn in task.turns) == 10_000
+    assert (task.turns[0].began_at, task.turns[-1].ended_at) == (0, 999.5)
 
 
 def test_equal_seeds_give_equal_adapters_whatever_else_is_trained(tiny):

@@ -5,6 +5,7 @@ On a tiny random model with a tied head in the fast suite, on the default model 
 
 from __future__ import annotations
 
+import json
 import types
 
 import peft
@@ -115,6 +116,21 @@ def test_a_tiny_model_leaves_and_enters_with_the_same_logprobs(tiny, tiny_server
     with ServiceClient(base_url=tiny_server) as service:
         check_round_trip(service, tiny_server, str(tiny), tiny, tmp_path)
         check_import(service, tiny_server, str(tiny), tiny, tmp_path)
+
+
+def test_an_export_says_where_its_base_is_and_opens_by_itself(tiny, tiny_server, tmp_path, capsys):
+    """M10: `AutoPeftModelForCausalLM.from_pretrained(folder)` needs nothing but the folder."""
+    with ServiceClient(base_url=tiny_server) as service:
+        training = train(service, str(tiny), TOKENS, 1e-2)
+        path = training.save_weights_for_sampler("opened").result().path
+        expected = our_scores(service, path)
+    adapter = tmp_path / "adapter"
+    at = ["--base-url", tiny_server]
+    assert run_cli([*at, "export", path, "-o", str(adapter), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["base"] == str(tiny)
+    opened = peft.AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
+    torch.testing.assert_close(scores(opened), expected, atol=1e-4, rtol=0)
+    assert run_cli([*at, "import", str(adapter), "--name", "back"]) == 0  # with the server's name
 
 
 @pytest.mark.filterwarnings("ignore:create_rest_client")

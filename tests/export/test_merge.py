@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import peft
 import pytest
 import torch
@@ -48,6 +50,18 @@ def test_a_head_adapter_unties_the_head_and_leaves_the_embedding_alone(tmp_path)
     torch.testing.assert_close(model.model.embed_tokens.weight, base.model.embed_tokens.weight)
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_merged_weights_can_be_read_by_those_whom_the_umask_lets(tmp_path):
+    """They were for their owner alone, whatever the umask said."""
+    make(tmp_path, tied=True, targets=["q_proj"])
+    before = os.umask(0o022)
+    try:
+        merged = merge_adapter(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
+    finally:
+        os.umask(before)
+    modes = {file.name: oct(file.stat().st_mode & 0o777) for file in merged.folder.iterdir()}
+    assert set(modes.values()) == {"0o644"}, modes
 
 
 def test_per_module_ranks_and_rslora_scale_as_peft_scales(tmp_path):

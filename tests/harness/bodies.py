@@ -17,7 +17,7 @@ from tinkex.wire.generation import JSON
 
 def decode(name: str, raw: bytes, content_type: str = JSON, encoding: str | None = None) -> Any:
     if encoding is not None:
-        raw = unpack(raw, encoding, max_bytes=ENDPOINTS[name].max_bytes)
+        raw = unpack(raw, encoding, max_bytes=ENDPOINTS[name].limit.sent_bytes)
     opened = requests.open_body(name, raw, content_type)
     request = opened.read()
     if not opened.is_protobuf:

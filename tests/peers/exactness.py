@@ -1,4 +1,4 @@
-"""What users must be able to rely on to the bit, checked with the official SDK 0.36.
+"""What users must be able to rely on to the bit, checked with the newest official SDK.
 
 Same manner as `scenario.py`: one JSON line per step. The server runs with `--deterministic` and two
 keys; `PEER_EXACT=0` (a server without it) allows rounding of 1e-5 where tenants share a pass.

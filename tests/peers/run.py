@@ -1,27 +1,22 @@
 """Run the scenario with official SDKs against `tinkex serve` and print a table of the results.
 
-`python tests/peers/run.py [VERSION ...]` runs all six on the toy engine and the newest one on the
-torch engine, and our own SDK on both, then the exactness steps; exits 1 when a step failed.
+`python tests/peers/run.py [VERSION ...]` runs all of them on the toy engine and the newest one on
+the torch engine, and our own SDK on both, then the exactness steps; exits 1 when a step failed.
 `--engine toy|torch` chooses one engine.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import date
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from reports import Report, rewrite, run_program, table
 from servers import serving
 from venvs import SDK_VERSIONS, sdk_python
 
@@ -31,24 +26,6 @@ DOCUMENT = HERE.parents[1] / "docs" / "peers.md"
 OURS = "tinkex"
 API_KEY = "tml-peer-key"
 OTHER_KEY = "tml-other-key"
-
-
-@dataclass
-class Report:
-    version: str
-    engine: str
-    seconds: float
-    steps: dict[str, tuple[str, str]] = field(default_factory=dict)
-    log: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.steps) and all(outcome != "failed" for outcome, _ in self.steps.values())
-
-    @property
-    def failures(self) -> str:
-        lines = [f"{name}: {detail}" for name, (o, detail) in self.steps.items() if o == "failed"]
-        return "\n".join(lines or ["the scenario printed nothing"]) + "\n" + self.log[-4000:]
 
 
 def interpreter(version: str) -> list[str]:
@@ -92,7 +69,6 @@ def run_script(
     more: dict[str, str] | None = None,
 ) -> Report:
     """Run a script of this folder under a foreign interpreter and collect its steps."""
-    started = time.monotonic()
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(server_log.parent),
@@ -103,41 +79,8 @@ def run_script(
         "OMP_NUM_THREADS": "1",
         **(more or {}),
     }
-    try:
-        done = subprocess.run(
-            [*python, str(HERE / script)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S[engine],
-        )
-        stdout, stderr = done.stdout, done.stderr
-    except subprocess.TimeoutExpired as exc:
-        stdout, stderr = _text(exc.stdout), _text(exc.stderr)
-        stdout += json.dumps(
-            {"step": "in time", "outcome": "failed", "detail": f"over {TIMEOUT_S[engine]} s"}
-        )
-    log = f"--- client\n{stderr[-3000:]}\n--- server\n{server_log.read_text()[-3000:]}"
-    report = Report(version, engine, time.monotonic() - started, log=log)
-    for line in stdout.splitlines():
-        if line.startswith('{"step"'):
-            step = json.loads(line)
-            report.steps[step["step"]] = (step["outcome"], step["detail"])
-    return report
-
-
-def table(reports: list[Report]) -> str:
-    """Steps down, SDK versions across."""
-    names = list(dict.fromkeys(name for report in reports for name in report.steps))
-    head = ["step", *(f"{report.version} {report.engine}" for report in reports)]
-    rows = [[name, *(report.steps.get(name, ("-", ""))[0] for report in reports)] for name in names]
-    rows.append(["seconds", *(f"{report.seconds:.0f}" for report in reports)])
-    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
-    return "\n".join(lines)
-
-
-def _text(raw: str | bytes | None) -> str:
-    return raw.decode() if isinstance(raw, bytes) else raw or ""
+    command, timeout_s = [*python, str(HERE / script)], TIMEOUT_S[engine]
+    return run_program(command, version, engine, environment, server_log, timeout_s=timeout_s)
 
 
 def main() -> int:
@@ -162,18 +105,8 @@ def main() -> int:
     ]
     print("\n" + "\n\n".join(tables))
     if options.write:
-        _write("\n\n".join(tables))
+        rewrite(DOCUMENT, "peers", "make test-peers", "\n\n".join(tables))
     return 0 if all(report.ok for report in scenarios + exactness) else 1
-
-
-def _write(tables: str) -> None:
-    """Put the tables between the markers of the document, with the place and date of the run."""
-    before, _, rest = DOCUMENT.read_text().partition("<!-- peers:begin -->")
-    _, _, after = rest.partition("<!-- peers:end -->")
-    place = f"{date.today().isoformat()}, {platform.machine()}, {os.cpu_count()} cores, Python "
-    place += f"{platform.python_version()}, `make test-peers`"
-    marked = f"<!-- peers:begin -->\n{place}\n\n{tables}\n<!-- peers:end -->"
-    DOCUMENT.write_text(before + marked + after)
 
 
 def _reported(what: str, run: Callable[..., Report], *arguments: str) -> Report:

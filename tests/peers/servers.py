@@ -42,7 +42,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Running]:
     try:
         yield Running(_announced(process, log)["base_url"], process.pid, log)
     finally:
-        _stop(process)
+        stop(process)
 
 
 def _announced(process: subprocess.Popen[str], log: Path) -> dict[str, str]:
@@ -59,7 +59,7 @@ def _announced(process: subprocess.Popen[str], log: Path) -> dict[str, str]:
     return announced
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def stop(process: subprocess.Popen[str]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(STOP_TIMEOUT_S)

@@ -13,7 +13,7 @@ from postgres_cluster import NoPostgresError, start_cluster
 from run import API_KEY, run_exactness, run_peer
 from venvs import SDK_VERSIONS
 
-IN_EVERY_RUN = ("0.4.1", "0.36.0")
+IN_EVERY_RUN = (SDK_VERSIONS[0], SDK_VERSIONS[-1])
 OTHERS = [version for version in SDK_VERSIONS if version not in IN_EVERY_RUN]
 
 
@@ -36,7 +36,7 @@ def test_an_official_sdk_works_against_the_toy_engine(version: str, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_newest_official_sdk_works_against_a_real_model(tmp_path: Path) -> None:
-    report = run_peer("0.36.0", "torch", tmp_path)
+    report = run_peer(SDK_VERSIONS[-1], "torch", tmp_path)
     assert report.ok, report.failures
 
 
@@ -67,7 +67,7 @@ def test_the_newest_official_sdk_works_with_postgresql(tmp_path: Path) -> None:
     except NoPostgresError as exc:
         pytest.skip(str(exc))
     try:
-        report = run_peer("0.36.0", "toy", tmp_path, "--database", cluster.url("postgres"))
+        report = run_peer(SDK_VERSIONS[-1], "toy", tmp_path, "--database", cluster.url("postgres"))
         assert report.ok, report.failures
     finally:
         cluster.stop()

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness"))
 from cached_venv import cached_python
 
-SDK_VERSIONS = ("0.4.1", "0.10.0", "0.16.1", "0.22.7", "0.25.0", "0.36.0")
+SDK_VERSIONS = ("0.4.1", "0.10.0", "0.16.1", "0.22.7", "0.25.0", "0.36.0", "0.38.0")
 
 
 def sdk_python(version: str) -> Path:

@@ -55,11 +55,12 @@ class Killer:
     weapons: Mapping[str, Callable[[], None]]
     num_kills: int = 20
     seed: int = 0
+    num_steps: int = NUM_STEPS
     kills: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.seed)
-        steps = range(NUM_STEPS - SPARE_STEPS)
+        steps = range(max(self.num_steps - SPARE_STEPS, 1))
         self.moments = sorted(self._chance.choices(steps, k=self.num_kills))
         names = sorted(self.weapons)
         self._order = [names[number % len(names)] for number in range(self.num_kills)]
@@ -75,13 +76,28 @@ class Killer:
         self.kills[name] += 1
 
 
-def official_run(server: ServerProcess, model: Path, killer: Killer | None = None) -> Outcome:
-    """Run `official_run.py` to its end; `killer` is asked to act again and again meanwhile."""
-    command = [str(sdk_python("0.36.0")), str(HERE / "official_run.py")]
+def official_run(
+    server: ServerProcess,
+    model: Path,
+    killer: Killer | None = None,
+    *,
+    sdk: str = "official",
+    num_steps: int = NUM_STEPS,
+    learning_rate: float = 1e-2,
+) -> Outcome:
+    """Run `official_run.py` to its end; `killer` is asked to act again and again meanwhile.
+
+    Args:
+        sdk: `official`, or `ours`, which runs the same script.
+    """
+    python = [sys.executable, "-m", "tinkex.compat"] if sdk == "ours" else [sdk_python("0.36.0")]
+    command = [*map(str, python), str(HERE / "official_run.py")]
     client_log, began = server.folder / "client.log", time.monotonic()
     with client_log.open("wb") as log:
         child = subprocess.Popen(
-            [*command, server.base_url, str(model)], stdout=subprocess.PIPE, stderr=log
+            [*command, server.base_url, str(model), str(num_steps), str(learning_rate)],
+            stdout=subprocess.PIPE,
+            stderr=log,
         )
     guard = threading.Timer(RUN_TIMEOUT_S, child.kill)
     guard.start()

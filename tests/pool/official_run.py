@@ -1,4 +1,4 @@
-"""Thirty steps with the official SDK, in its own venv: argv is URL and model.
+"""Thirty steps with the official SDK, in its own venv: argv is URL, model, steps and rate.
 
 Batches that a pool can split, a loss of the user's own, samples of what was saved on the way, a
 checkpoint that is loaded again. Any user's script: no retries of its own, no knowledge of the
@@ -13,7 +13,7 @@ import time
 import tinker
 from tinker import types
 
-NUM_STEPS = 30
+NUM_STEPS, LEARNING_RATE = int(sys.argv[3]), float(sys.argv[4])
 
 
 def datum(step: int, part: int) -> types.Datum:
@@ -47,14 +47,14 @@ def main() -> None:
         passes = [trainer.forward_backward(batch, "cross_entropy") for batch in batches]
         if step % 10 == 5:
             passes.append(trainer.forward_backward_custom(batches[0], squares))
-        done = trainer.optim_step(types.AdamParams(learning_rate=1e-2))
+        done = trainer.optim_step(types.AdamParams(learning_rate=LEARNING_RATE))
         time.sleep(0.1)  # a script has other things to do
         told += [each.result().metrics["loss:sum"] for each in passes[:2]]
         told += [each.result().metrics["squares"] for each in passes[2:]]
         done.result()
         if step % 6 == 3:
             told.append(sampled(trainer, step))
-        if step == 14:
+        if step == NUM_STEPS // 2 - 1:
             path = trainer.save_state("half").result().path
             trainer.load_state_with_optimizer(path).result()
         print(f"step {step}", file=sys.stderr, flush=True)

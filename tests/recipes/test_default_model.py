@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import statistics
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tinkex import ServiceClient
-from tinkex.recipes import dpo, rl, sft
+from tinkex.recipes import dpo, plans, rl, sft
 from tinkex.recipes.persona import rows
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_sums.py"
@@ -113,3 +115,19 @@ def test_rl_raises_an_arithmetic_reward_by_0_3_within_60_steps(service, tmp_path
         print(f"rl: right greedy answers to sums held out {held_out[0]:.2f} -> {held_out[-1]:.2f}")
     assert last - first >= 0.3
     assert held_out[-1] - held_out[0] >= 0.3
+
+
+def test_the_estimate_of_a_run_is_within_a_factor_of_two(service, tmp_path, capsys):
+    """After a short run of the kind, on a machine that does nothing else."""
+    data = write(tmp_path / "data.jsonl", two_hundred_rows())
+    config = sft.SftConfig(data=data, log_dir=str(tmp_path / "warm"), rank=16, epochs=0.2)
+    sft.train(config, service, quiet, quiet)
+    config = replace(config, log_dir=str(tmp_path / "log"), epochs=0.6)
+    plan = plans.plan_sft(config, service, quiet)
+    estimated = plan.estimate(service).result().device_seconds
+    began = time.monotonic()
+    sft.train(config, service, quiet, quiet)
+    took = time.monotonic() - began
+    with capsys.disabled():
+        print(f"\nestimate: {estimated:.1f} s, it took {took:.1f} s")
+    assert estimated / 2 < took < estimated * 2

@@ -12,9 +12,11 @@ import pytest
 
 from tinkex import APIFuture, ServiceClient
 from tinkex.errors import ConfigError, InvalidInputError
-from tinkex.recipes import dpo, rl, sft
+from tinkex.recipes import dpo, get_lr, rl, sft
+from tinkex.recipes.batches import batch_at
 from tinkex.recipes.episodes import Episode
-from tinkex.recipes.loop import ServerTracker, batch_at, learning_rate_at
+from tinkex.recipes.learning_rate import learning_rate_at
+from tinkex.recipes.server_tracker import ServerTracker
 from tinkex.runs.run_log import RunLog
 
 MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
@@ -100,7 +102,7 @@ def test_a_finished_run_started_again_makes_no_run_on_the_server(service, sft_co
     assert runs(limit=1).result().cursor.total_count == before
     longer = sft.train(replace(sft_config, epochs=4), service, quiet, quiet)
     assert longer.step > first.step
-    assert runs(limit=1).result().cursor.total_count == before + 1
+    assert runs(limit=1).result().cursor.total_count == before, "a longer run is the same run"
 
 
 def test_a_finished_run_whose_checkpoint_is_gone_says_so(service, sft_config):
@@ -113,7 +115,7 @@ def test_a_finished_run_whose_checkpoint_is_gone_says_so(service, sft_config):
 
 def test_other_settings_in_the_same_folder_are_refused(service, sft_config):
     sft.train(sft_config, service, quiet, quiet)
-    with pytest.raises(ConfigError, match="rank=4, now it is 8"):
+    with pytest.raises(ConfigError, match="rank=4, now 8"):
         sft.train(replace(sft_config, rank=8), service, quiet, quiet)
 
 
@@ -301,6 +303,28 @@ def test_the_console_draws_what_a_recipe_measures(service, sft_config, toy_serve
     assert [name for name in curves if name.startswith("learning_rate")] == ["learning_rate"]
 
 
+def test_the_server_knows_the_settings_of_a_recipes_run(service, sft_config, tmp_path):
+    """H6: it knew base model and rank, and Compare called different runs alike."""
+    result = sft.train(replace(sft_config, learning_rate="auto"), service, quiet, quiet)
+    rest = service.create_rest_client()
+    run = rest.get_training_run_by_tinker_path(result.state_path).result()
+    assert run.name == "log"
+    assert run.settings["recipe"] == "sft"
+    assert run.settings["learning_rate"] == pytest.approx(get_lr(MODEL))
+    assert run.settings["batch_size"] == 3
+    assert run.settings["data"] == sft_config.data
+
+
+def test_a_resumed_recipe_is_one_run_on_the_server(service, sft_config, toy_server):
+    sft.train(sft_config, service, lambda step, *others: step < 3, quiet)
+    result = sft.train(sft_config, service, quiet, quiet)
+    rest = service.create_rest_client()
+    run = rest.get_training_run_by_tinker_path(result.state_path).result()
+    assert run.continues.step == 4
+    page = httpx.get(f"{toy_server}/console/api/runs/{run.training_run_id}").json()
+    assert page["curves"]["loss"]["steps"][-2:] == [4, 5]
+
+
 def test_a_server_that_draws_nothing_does_not_stop_a_run():
     class Hosted:
         num_asked = 0
@@ -330,6 +354,20 @@ def test_rl_writes_down_what_was_said_and_what_it_earned(service, tmp_path):
         assert line["reward"] == parity(line["text"], {})
     group = [line["advantage"] for line in lines if (line["step"], line["group"]) == (0, 0)]
     assert sum(group) == pytest.approx(0)
+
+
+def test_ones_own_server_shows_what_was_sampled_without_a_flag(service, tmp_path, toy_server):
+    """M6: its page said that this server keeps no answers, with a file of them on the same disk."""
+    result = rl.train(rl_config(tmp_path / "log"), service, parity, PROMPTS, quiet, quiet)
+    run_id = result.state_path.removeprefix("tinker://").split("/")[0]
+    run = service.create_rest_client().get_training_run(run_id).result()
+    assert run.settings["rewards"] == "parity"
+    shown = httpx.get(f"{toy_server}/console/api/runs/{run_id}/rollouts?step=0").json()
+    lines = [json.loads(x) for x in (tmp_path / "log" / "rollouts.jsonl").read_text().splitlines()]
+    first = [line for line in lines if line["step"] == 0]
+    assert sorted(one["tokens"] for one in shown["answers"]) == sorted(
+        line["tokens"] for line in first
+    )
 
 
 def test_a_loss_that_is_no_number_does_not_end_a_run_for_its_picture(service):

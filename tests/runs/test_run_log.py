@@ -30,9 +30,17 @@ def test_a_folder_in_which_nothing_happened_takes_other_settings(tmp_path):
 
 def test_other_settings_are_refused_by_name(tmp_path):
     RunLog(tmp_path, CONFIG).metrics(0, {"loss": 1.0})
-    with pytest.raises(ConfigError, match="rank=8, now it is 16"):
+    with pytest.raises(ConfigError, match="rank=8, now 16"):
         RunLog(tmp_path, {**CONFIG, "rank": 16})
     RunLog(tmp_path, {**CONFIG, "rank": 16}, may_change=frozenset({"rank"}))
+
+
+def test_every_difference_is_named_and_the_command_that_needs_none(tmp_path):
+    RunLog(tmp_path, CONFIG).metrics(0, {"loss": 1.0})
+    with pytest.raises(ConfigError) as refused:
+        RunLog(tmp_path, {**CONFIG, "rank": 16, "seed": 7, "new": 1})
+    for told in ("rank=8, now 16", "seed=", "now 7", "new=None, now 1", "tinkex train resume"):
+        assert told in str(refused.value)
 
 
 def test_a_line_cut_short_by_a_crash_is_left_out(tmp_path):

@@ -85,6 +85,7 @@ SETTINGS = {
     "max_sample_bytes": 100_000,
     "max_queued_samples": 64,
     "max_body_bytes": 4 * 1024 * 1024,
+    "max_upload_bytes": 200_000,
     "power_safe": False,
 }
 
@@ -118,7 +119,7 @@ def targets(world: AppWorld) -> list[Target]:
             schema = TypeAdapter(row.request).json_schema() if row and row.request else None
             path = full_path.replace(":path}", "}")
             name = row.name if row else f"{method} {full_path}"
-            bare = full_path.removeprefix("/oai/api")
+            bare = full_path.removeprefix("/oai/api").removeprefix("/anthropic/api")
             found.append(Target(name, method, path, schema, COMPAT.get(bare), queries=queries))
             if name in ("forward_backward", "forward"):
                 found.append(Target(f"{name} (protobuf)", method, path, is_proto=True))
@@ -152,6 +153,8 @@ class Maker:
             headers["accept"] = self.chance.choice(
                 ["application/x-protobuf", "application/json", "text/html", "*/*", "x"]
             )
+        if "/messages" in target.path and self.chance.random() < 0.9:
+            headers["anthropic-version"] = "2023-06-01"
         return {
             "method": target.method,
             "url": self._url(target),
@@ -297,10 +300,21 @@ class Maker:
             str(self.known.get("model_id", "x")),
             number,
             tokens,
-            loss_fn=self.chance.choice(["cross_entropy", "ppo", "importance_sampling", "x", ""]),
+            loss_fn=self.chance.choice(
+                ["cross_entropy", "kl_divergence", "ppo", "importance_sampling", "x", ""]
+            ),
             forward_only=self.chance.random() < 0.3,
+            config=self._teacher() if self.chance.random() < 0.5 else None,
         )
         return body if self.chance.random() < 0.1 else self._damaged(body)
+
+    def _teacher(self) -> dict[str, float | str]:
+        path = str(self.known.get("path", "tinker://x/weights/y"))
+        teachers = ["toy", path, *ODD_TEXTS]
+        config: dict[str, float | str] = {"teacher": self.chance.choice(teachers)}
+        if self.chance.random() < 0.3:
+            config["teacher_coef"] = self.chance.choice([0.0, 1.0, -1.0, 1e300, "x"])
+        return config
 
     def _damaged(self, body: bytes) -> bytes:
         broken = bytearray(body)
@@ -398,6 +412,10 @@ class Attack:
             "create_sampling_session",
             {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"},
         )
+        await world.parts.shelf.uploads.drop_old(float("inf"))
+        asked = {"base_model": "toy", "lora_config": {"rank": 4}}
+        upload = await world.ok("external_weights_upload_start", asked)
+        file_name, url = self._maker.chance.choice(sorted(upload["urls"].items()))
         saved = {"model_id": model, "path": "one", "seq_id": 1}
         path = (await world.result(await world.ok("save_weights", saved)))["path"]
         self._maker.known = {
@@ -405,7 +423,9 @@ class Attack:
             "model_id": model,
             "run_id": model,
             "base_model": "toy",
-            "model": "toy",
+            "model": self._maker.chance.choice(
+                ["toy", path, "toy:peft:64", "toy:peft:99999999", f"toy;{path}", f"x;{path}"]
+            ),
             "request_id": f"{model}:1",
             "sampling_session_id": sampler["sampling_session_id"],
             "sampler_id": sampler["sampling_session_id"],
@@ -417,6 +437,9 @@ class Attack:
             "tinker_path": path,
             "model_path": path,
             "seq_id": self._maker.chance.randint(2, 60),
+            "upload_id": upload["upload_id"],
+            "token": url.split("/")[-2],
+            "file_name": file_name,
         }
 
     async def _send(self, target: Target, request: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -12,11 +13,15 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from app_world import AppWorld, open_app
+from safetensors.numpy import save
 
+from tinkex.engine.checkpoint.reader import content_of
 from tinkex.errors import ConfigError
 from tinkex.server.files import backup
+from tinkex.server.files.damage import damage_of
 
 
 async def _save(world: AppWorld) -> str:
@@ -302,3 +307,50 @@ async def test_a_database_that_cannot_be_used_says_so(
     with pytest.raises(ConfigError, match=words):
         async with open_app(tmp_path):
             pass
+
+
+def _checkpoint_folder(folder: Path) -> Path:
+    """A checkpoint as the engine writes it, with the digest of its weights."""
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    weights = {"base_model.model.q.lora_A.weight": np.ones((8, 64), np.float32)}
+    (folder / "adapter_model.safetensors").write_bytes(save(weights))
+    manifest = {"content_sha256": content_of(folder), "step": 3}
+    (folder / "tinkex.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_flipped_bytes_are_seen_by_a_deep_look_and_cut_files_by_a_quick_one(tmp_path: Path) -> None:
+    folder = _checkpoint_folder(tmp_path / "good")
+    assert damage_of(folder, deep=True) == ""
+    flipped = _checkpoint_folder(tmp_path / "flipped")
+    weights = flipped / "adapter_model.safetensors"
+    whole = bytearray(weights.read_bytes())
+    whole[-400:] = bytes(byte ^ 255 for byte in whole[-400:])
+    weights.write_bytes(whole)
+    assert damage_of(flipped) == ""
+    assert "was written" in damage_of(flipped, deep=True)
+    weights.write_bytes(whole[:-10])
+    assert "not as long as its header says" in damage_of(flipped)
+    weights.write_bytes(whole[:20])
+    assert "cut off within its header" in damage_of(flipped)
+    manifest = _checkpoint_folder(tmp_path / "manifest") / "tinkex.json"
+    manifest.write_bytes(manifest.read_bytes()[:30])
+    assert "tinkex.json cannot be read, it may be cut off" in damage_of(manifest.parent)
+
+
+async def test_damage_is_found_by_fsck_and_by_restore(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    async with open_app(data) as world:
+        await _save(world)
+    assert backup.check(data, deep=True).ok
+    (folder,) = (data / "checkpoints").glob("*/weights/*")
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"content_sha256": "', '"content_sha256": "0'))
+    assert backup.check(data).ok
+    assert [folder.name in one for one in backup.check(data, deep=True).damaged] == [True]
+    backup.backup(data, tmp_path / "copy.tar")
+    assert backup.restore(tmp_path / "copy.tar", tmp_path / "quick", deep=False).ok
+    assert not backup.restore(tmp_path / "copy.tar", tmp_path / "new").ok
+    manifest.write_bytes(manifest.read_bytes()[:40])
+    assert not backup.check(data).ok, "a manifest that is cut off is seen by a quick look"

@@ -146,6 +146,16 @@ async def test_an_odd_import_is_refused_and_leaves_nothing(
     assert list((tmp_path / "checkpoints").rglob("*")) == []
 
 
+@pytest.mark.parametrize("levels", [500, 990, 100_000])
+@pytest.mark.parametrize("name", ["tinkex.json", "checkpoint_complete.json"])
+async def test_a_deep_manifest_is_refused_or_harmless(
+    app_world: AppWorld, name: str, levels: int
+) -> None:
+    deep = b'{"content_sha256": "0", "a": ' + b'{"a": ' * levels + b"1" + b"}" * (levels + 1)
+    files = [("adapter_config.json", json.dumps(CONFIG).encode()), (name, deep)]
+    await _import(app_world, hostile_tar.plain(*files))
+
+
 async def test_a_config_nested_without_end_is_refused(app_world: AppWorld) -> None:
     deep = b'{"r": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     await _import(app_world, hostile_tar.plain(("adapter_config.json", deep)))

@@ -35,7 +35,7 @@ from tinkex.server.guard.limits import BodyBudget
 from tinkex.server.http import bodies
 from tinkex.server.http.dependencies import READING_AT_ONCE
 from tinkex.wire import json_codec
-from tinkex.wire.budget import CHECKED, json_shape, parsed_json_bytes
+from tinkex.wire.budget import CHECKED, json_cost, parsed_json_bytes
 
 GIB = 1024**3
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -632,14 +632,14 @@ async def test_large_json_of_our_own_api_waits_for_room_and_its_turn_too(
 async def test_a_body_waits_for_room_for_what_it_becomes(world: AppWorld) -> None:
     budget: BodyBudget = world.parts.parsed_bodies
     raw = orjson.dumps(NOBODY)
-    await budget.reserve("ann", budget._per_user)  # she has her share
+    await budget.reserve("ann", budget.per_user_bytes)  # she has her share
     waiting = asyncio.create_task(_post(world, CHAT, NOBODY))
     other = await world.http.post(
         CHAT, content=raw, headers={"authorization": "Bearer tml-bob"}
     )  # nobody waits for her
     assert other.status_code == 400
     assert not waiting.done()
-    budget.release("ann", budget._per_user)
+    budget.release("ann", budget.per_user_bytes)
     assert (await waiting).status_code == 400
     assert budget.held_bytes == 0
 
@@ -652,7 +652,7 @@ def test_what_a_body_becomes_is_counted_generously() -> None:
         held, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert made
-        assert held < parsed_json_bytes(raw, json_shape(raw), CHECKED) < 20 * held
+        assert held < parsed_json_bytes(raw, json_cost(raw), CHECKED) < 20 * held
 
 
 # ------------------------------------------------------------------------------------ a crowd

@@ -10,6 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from app_world import AppWorld, open_app
+from heavy_bodies import (
+    call,
+    datum,
+    product_loss,
+    sparse_datum,
+    sparse_request,
+    sparse_tensor,
+    traced,
+)
 from patience import soon
 from wire_client import PROTO, loss_of, train_body
 
@@ -20,29 +29,6 @@ from tinkex.wire import tinker_public_pb2 as pb
 
 WIDE = 2**27
 TOKENS, HANG = [1, 2, 3, 4], 666
-
-
-def _sparse_json(columns: int, dtype: str, value: float) -> dict[str, Any]:
-    return {
-        "data": [value],
-        "dtype": dtype,
-        "shape": [2, columns],
-        "sparse_crow_indices": [0, 1, 1],
-        "sparse_col_indices": [0],
-    }
-
-
-def _sparse_datum(columns: int, **more: dict[str, Any]) -> dict[str, Any]:
-    inputs = {"target_tokens": _sparse_json(columns, "int64", 1), **more}
-    chunks = [{"type": "encoded_text", "tokens": [1, 2]}]
-    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": inputs}
-
-
-def _sparse_request(model: str, seq_id: int, columns: int, count: int = 1) -> dict[str, Any]:
-    weights = _sparse_json(columns, "float32", 1.0)
-    data = [_sparse_datum(columns, weights=weights) for _ in range(count)]
-    given = {"data": data, "loss_fn": "cross_entropy"}
-    return {"model_id": model, "seq_id": seq_id, "forward_backward_input": given}
 
 
 def _sparse_proto(model: str, seq_id: int, columns: int) -> bytes:
@@ -71,7 +57,7 @@ async def test_a_few_bytes_that_would_become_gigabytes_are_refused(app_world: Ap
     await app_world.facts()
     worker = _pid(app_world)
     for seq_id, (body, headers) in enumerate(
-        [(_sparse_request(model, 1, WIDE), {}), (_sparse_proto(model, 2, WIDE), PROTO)], start=1
+        [(sparse_request(model, 1, WIDE), {}), (_sparse_proto(model, 2, WIDE), PROTO)], start=1
     ):
         answer = await app_world.post("forward_backward", body, headers=headers)
         assert answer.status_code == 400, answer.text
@@ -82,7 +68,7 @@ async def test_a_few_bytes_that_would_become_gigabytes_are_refused(app_world: Ap
         assert str(FLAT_BYTES + BYTES_PER_TOKEN * 2 + TIMES_STORED * sent) in told, told
         assert str(2 * WIDE * (8 + 4)) in told, told
         assert seq_id <= 2
-    done = await app_world.ok("forward_backward", _sparse_request(model, 3, 8))
+    done = await app_world.ok("forward_backward", sparse_request(model, 3, 8))
     assert loss_of(await app_world.result(done)) > 0, "small sparse inputs train as before"
     assert _pid(app_world) == worker
 
@@ -91,9 +77,9 @@ async def test_inputs_and_datums_are_counted_together(app_world: AppWorld) -> No
     """Sixty-four datums of which each alone would pass."""
     model = await app_world.model()
     await app_world.facts()
-    alone = await app_world.post("forward_backward", _sparse_request(model, 1, 2**17))
+    alone = await app_world.post("forward_backward", sparse_request(model, 1, 2**17))
     assert alone.status_code == 200, alone.text
-    many = await app_world.post("forward_backward", _sparse_request(model, 2, 2**17, 64))
+    many = await app_world.post("forward_backward", sparse_request(model, 2, 2**17, 64))
     assert many.status_code == 400
     assert "sparse inputs of this request (128)" in many.json()["detail"]
 
@@ -123,27 +109,6 @@ async def test_what_tokens_allow_of_wide_inputs_has_an_end(app_world: AppWorld) 
     assert _pid(app_world) == worker
 
 
-def _traced(inputs: list[tuple[str, int]], nodes: list[dict[str, Any]]) -> dict[str, Any]:
-    """A loss `logprobs.sum() + ...`: placeholders, the given nodes, and an output of `loss`."""
-    places = [{"op": "placeholder", "name": name, "target": name} for name, _ in inputs]
-    output = {
-        "op": "output",
-        "name": "output",
-        "target": "output",
-        "args": [{"tuple": [{"ref": "loss"}, {"dict": {}}]}],
-    }
-    return {
-        "name": "heavy",
-        "inputs": [{"name": name, "rank": rank} for name, rank in inputs],
-        "graph": {"format": 1, "nodes": [*places, *nodes, output]},
-    }
-
-
-def _call(name: str, target: str, *args: Any) -> dict[str, Any]:
-    values = [{"ref": arg} if isinstance(arg, str) else arg for arg in args]
-    return {"op": "call_function", "name": name, "target": target, "args": values}
-
-
 async def _loss(world: AppWorld, session: str, number: int, traced: Any, **who: Any) -> str:
     body = {"session_id": session, "custom_loss_seq_id": number, **traced}
     promise = await world.ok("create_custom_loss", body, **who)
@@ -155,14 +120,14 @@ async def test_fourteen_sparse_inputs_of_a_traced_loss_are_refused(app_world: Ap
     model = await app_world.model(session)
     await app_world.facts()
     names = [f"x{number}" for number in range(14)]
-    traced = _traced(
-        [("logprobs", 2), *((name, 2) for name in names)], [_call("loss", "torch.sum", "logprobs")]
+    wide_loss = traced(
+        [("logprobs", 2), *((name, 2) for name in names)], [call("loss", "torch.sum", "logprobs")]
     )
-    loss_id = await _loss(app_world, session, 1, traced)
+    loss_id = await _loss(app_world, session, 1, wide_loss)
     worker = _pid(app_world)
-    wide = {name: _sparse_json(WIDE, "float32", 1.0) for name in names}
+    wide = {name: sparse_tensor(WIDE, "float32", 1.0) for name in names}
     given = {
-        "data": [_sparse_datum(4, **wide)],
+        "data": [sparse_datum(4, **wide)],
         "loss_fn": "custom",
         "loss_fn_config": {"loss_id": loss_id},
     }
@@ -230,10 +195,12 @@ async def test_a_job_whose_worker_somebody_kills_is_run_again(tmp_path: Path, ke
         promise = (await world.train(model, 1, [HANG, 2, 3])).json()
         for _ in range(3):
             await _kill_at_work(world, promise["request_id"])
-        await soon(lambda: worker.is_ready and worker._look().job_ids)
+        name = promise["request_id"]
+        await soon(lambda: worker.is_ready and any(name in j for j in worker._look().job_ids))
         (lane,) = world.service.lanes
         (request,) = lane.queue.in_order()
-        assert (request.attempts, request.memory_deaths, request.runs_alone) == (3, 0, False)
+        held = request.suspicion
+        assert (held.attempts, held.memory_deaths, held.on_trial) == (3, 0, False)
 
 
 def test_the_kernels_count_is_found_in_either_kind_of_control_group(tmp_path: Path) -> None:
@@ -259,26 +226,14 @@ def test_the_kernels_count_is_found_in_either_kind_of_control_group(tmp_path: Pa
     assert cause_of(-signal.SIGKILL, is_ours=True, kills=kills) == ""
     assert cause_of(-signal.SIGTERM, is_ours=False, kills=kills) == ""
     assert cause_of(-signal.SIGSEGV, is_ours=False, kills=kills) == "crash"
-    assert cause_of(1, is_ours=False, kills=kills) == ""
+    assert cause_of(1, is_ours=False, kills=kills) == "crash"
+    assert cause_of(0, is_ours=False, kills=kills) == ""
+    assert cause_of(os.EX_TEMPFAIL, is_ours=False, kills=kills) == "", (
+        "a rank of its group was lost"
+    )
 
 
 # ------------------------------------------------------------------------------------ time
-
-
-def _dense_datum() -> dict[str, Any]:
-    targets = {"data": [1, 2], "dtype": "int64", "shape": [2]}
-    chunks = [{"type": "encoded_text", "tokens": [1, 2]}]
-    return {"model_input": {"chunks": chunks}, "loss_fn_inputs": {"target_tokens": targets}}
-
-
-def _products(count: int, columns: int) -> dict[str, Any]:
-    nodes = [
-        _call("x", "torch.ones", 1024, columns),
-        _call("y", "torch.ones", columns, 1024),
-        *(_call(f"n{i}", "torch.matmul", "x", "y") for i in range(count)),
-        _call("loss", "torch.sum", "logprobs"),
-    ]
-    return _traced([("logprobs", 1)], nodes)
 
 
 async def test_a_traced_loss_of_too_much_work_is_refused_with_its_numbers(
@@ -288,9 +243,9 @@ async def test_a_traced_loss_of_too_much_work_is_refused_with_its_numbers(
     model = await app_world.model(session)
     await app_world.facts()
     worker = _pid(app_world)
-    loss_id = await _loss(app_world, session, 1, _products(30, 8192))
+    loss_id = await _loss(app_world, session, 1, product_loss(30, 8192))
     given = {
-        "data": [_dense_datum()] * 256,
+        "data": [datum()] * 256,
         "loss_fn": "custom",
         "loss_fn_config": {"loss_id": loss_id},
     }

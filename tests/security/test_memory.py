@@ -15,6 +15,7 @@ from app_world import AppWorld, open_app
 from wire_client import SESSION, loss_of, train_body
 
 from tinkex.server.fairness.gate import FairGate
+from tinkex.server.guard.budgets import Prices, SpendingBudgets
 from tinkex.server.runs import curves as curves_module
 from tinkex.server.runs.curves import LiveCurves
 from tinkex.server.work.open_work import OpenWork
@@ -61,7 +62,9 @@ async def test_who_leaves_the_line_again_and_again_leaves_nothing_behind() -> No
 
 
 async def test_work_that_is_cancelled_while_it_waits_for_its_user_is_forgotten() -> None:
-    open_work = OpenWork(SimpleNamespace(limit=lambda user_id, name: 1))  # type: ignore[arg-type]
+    open_work = OpenWork(  # type: ignore[arg-type]
+        SimpleNamespace(limit=lambda user_id, name: 1), SpendingBudgets(None, Prices({}))
+    )
     held = open_work.slot("eve")
     await held.__aenter__()
     first = asyncio.create_task(open_work.acquire("eve"))

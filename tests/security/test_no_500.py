@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from app_world import AppWorld, open_app
 
+from tinkex.store.claim import Fence
+
 JSON = {"content-type": "application/json"}
 KEY = {"x-api-key": "tml-test"}
 
@@ -54,6 +56,21 @@ async def test_a_wrong_body_is_a_400(app_world: AppWorld, path: str, fields: obj
     answer = await app_world.post(path, fields, headers=JSON)
     assert answer.status_code == 400, answer.text
     assert answer.json()["category"] == "user"
+
+
+async def test_a_server_whose_database_another_took_over_says_so(app_world: AppWorld) -> None:
+    """503, so that a client asks again, where the other one answers."""
+    session, store = await app_world.session(), app_world.service.store
+    store._writer.fence = Fence(store._database.writer)
+    Fence(store._database.writer)  # another server's
+    for path, body in (
+        ("create_session", {"tags": [], "sdk_version": "x"}),
+        ("create_model", {"session_id": session, "model_seq_id": 1, "base_model": "toy"}),
+    ):
+        answer = await app_world.post(path, body)
+        assert (answer.status_code, answer.json()["code"]) == (503, "fenced"), answer.text
+        assert answer.headers["retry-after"]
+    store._writer.fence = None
 
 
 async def test_a_time_that_no_calendar_has_is_a_400(app_world: AppWorld) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 from app_world import open_app
+from server_process import ServerProcess
 
+import tinkex
 from tinkex.errors import ConfigError
 from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.guard.quotas import Quotas, read_quotas
@@ -21,25 +23,36 @@ BODY = {"tags": [], "sdk_version": "test"}
 
 
 async def test_sessions_models_and_disk_of_a_user_have_limits(tmp_path: Path) -> None:
-    limits = {"max_user_sessions": 3, "max_user_models": 1, "max_user_disk_bytes": 1}
+    limits = {"max_user_sessions": 3, "max_user_models": 1, "max_user_disk_bytes": 5000}
     async with open_app(tmp_path, api_keys=KEYS, **limits) as world:
         model = await world.model(key="tml-ann")
         create = {"session_id": model.split(":")[0], "model_seq_id": 1, "base_model": "toy"}
         answer = await world.post("create_model", create, key="tml-ann")
         assert (answer.status_code, answer.json()["code"]) == (429, "quota")
         assert "Unload models" in answer.json()["detail"]
-        save = {"model_id": model, "path": "one", "seq_id": 1}
-        await world.result(await world.ok("save_weights", save, key="tml-ann"), key="tml-ann")
-        quotas: Quotas = world.parts.quotas
-        quotas._counts.clear()  # as some seconds later
-        more = save | {"path": "two", "seq_id": 2}
-        answer = await world.post("save_weights", more, key="tml-ann")
-        assert "Delete checkpoints" in answer.json()["detail"]
+        save = {"model_id": model, "seq_id": 1, "path": "large", "user_metadata": {"x": "x" * 5000}}
+        answer = await world.post("save_weights", save, key="tml-ann")
+        assert (answer.status_code, answer.json()["code"]) == (400, "quota")
+        assert "Your disk quota on this server is 0.005 MB" in answer.json()["detail"]
         statuses = [
             (await world.post("create_session", BODY, key="tml-ann")).status_code for _ in range(4)
         ]
         assert statuses == [200, 200, 429, 429]
         assert (await world.post("create_session", BODY, key="tml-bob")).status_code == 200
+
+
+def test_a_quota_that_waiting_cannot_cure_is_raised_at_once_with_one_piece_of_advice(
+    tmp_path: Path,
+) -> None:
+    with ServerProcess(tmp_path, "--engine", "toy", "--quota", "models=1") as server:
+        with tinkex.ServiceClient(base_url=server.base_url) as service:
+            service.create_lora_training_client("toy", rank=4)
+            began = time.monotonic()
+            with pytest.raises(tinkex.RateLimitError, match="Unload models") as caught:
+                service.create_lora_training_client("toy", rank=4)
+            assert time.monotonic() - began < 10
+    assert not caught.value.retryable
+    assert "Slow down" not in str(caught.value)
 
 
 def test_requests_a_second_have_a_limit_and_a_burst() -> None:

@@ -7,13 +7,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from app_world import AppWorld, open_app
 from fastapi import Request, Response
 from patience import soon
 
+from tinkex.engine.jobs import SampleJob
+from tinkex.engine.sample.checks import check_sample_job
 from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.scheduler import Scheduler, SchedulerConfig, Seq
+from tinkex.errors import InvalidInputError
 from tinkex.server.fairness.gate import FairGate
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.kept_results import KeptResults
@@ -164,6 +168,29 @@ async def test_a_result_that_would_be_huge_is_refused_in_its_own_terms(two_keys:
     answer = await two_keys.post("asample", huge | {"seq_id": 2}, key=HOG)
     assert answer.status_code == 400
     assert "num_samples 1000 x max_tokens 200" in answer.json()["detail"]
+    alternatives = _sample(session, 3, prompt_alt_tokens_k=1000)
+    alternatives["prompt"] = {"chunks": [{"tokens": [1] * 130, "type": "encoded_text"}]}
+    answer = await two_keys.post("asample", alternatives, key=HOG)
+    assert (answer.status_code, answer.json()["path"]) == (400, "num_samples")
+
+
+async def test_draws_that_would_hold_up_everybody_are_refused_by_name(two_keys: AppWorld) -> None:
+    """Each reads a row of the vocabulary, and all of a stretch of the prompt are one pass."""
+    await two_keys.facts()
+    body = _sample(await _sampler(two_keys, HOG), 1, prompt_alt_tokens_k=1024)
+    body["prompt"] = {"chunks": [{"tokens": [1] * 200, "type": "encoded_text"}]}
+    answer = await two_keys.post("asample", body, key=HOG)
+    assert (answer.status_code, answer.json()["path"]) == (400, "prompt_alt_tokens_k")
+    assert "203776 draws of a token, the limit is 131072" in answer.json()["detail"]
+    job = SampleJob(
+        job_id="j",
+        base_model="toy",
+        adapter_folder=None,
+        prompt=np.ones(200, np.int64),
+        prompt_alt_tokens_k=1024,
+    )
+    with pytest.raises(InvalidInputError, match="draws of a token"):
+        check_sample_job(job, 16)
 
 
 def _promise(kept: KeptResults, user: str, number: int, size: int) -> Promise:

@@ -19,6 +19,7 @@ import zstandard
 from patience import soon, until
 from server_process import ServerProcess
 
+from tinkex.server.guard import connections
 from tinkex.server.guard.connections import ConnectionLimits, guarded
 from tinkex.server.guard.limits import BodyBudget, body_limit
 from tinkex.server.process.problems import ApiError
@@ -258,6 +259,20 @@ def test_an_answer_that_nobody_reads_ends_the_connection() -> None:
             sock.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert is_called.wait(60)
             until(lambda: limits.num_open == 0)
+
+
+def test_an_answer_that_is_read_too_slowly_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the room in memory that it takes is never given back."""
+    monkeypatch.setattr(connections, "PIECE_BYTES", connections.SLOWEST // 10)
+    num_bytes = 0
+    with _listening(ConnectionLimits(write_pause_s=1.0)) as (port, _):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            with suppress(ConnectionResetError):
+                while piece := sock.recv(300_000):  # a megabyte in a third of a second
+                    num_bytes += len(piece)
+                    time.sleep(0.1)
+    assert 10**6 < num_bytes < 40 * 10**6  # of 50
 
 
 def test_a_body_that_comes_byte_by_byte_has_an_end() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from app_world import AppWorld, open_app
 from wire_client import loss_of
@@ -14,6 +15,7 @@ from wire_client import loss_of
 from tinkex.engine.heartbeat import Activity, Heartbeat
 from tinkex.engine.jobs import DescribeModelJob, SampleJob
 from tinkex.errors import EngineError, WorkerLostError
+from tinkex.server.workers.deaths import Cause
 from tinkex.server.workers.supervised_worker import SupervisedWorker
 from tinkex.server.workers.watchdog import Budget, Watchdog
 
@@ -143,6 +145,48 @@ async def test_of_several_that_share_a_pass_none_is_blamed_and_each_runs_again_a
     assert not isinstance(hanging, WorkerLostError)
     assert hanging.is_to_blame
     assert all(isinstance(end, WorkerLostError) and end.is_blameless for end in others)
+
+
+class _Dying(_Hanging):
+    """An engine that runs out of memory as soon as it has three jobs."""
+
+    def _flush(self) -> None:
+        super()._flush()
+        if len(self._pending) == 3:
+            self._is_gone.set()
+
+    def _cause(self) -> Cause:
+        return "memory"
+
+
+async def test_only_what_the_engine_worked_on_is_suspected_when_it_dies() -> None:
+    """A neighbour whose jobs wait while another's end one worker after the other loses none."""
+    alone, *waiting = await _ends(_Dying("a"))
+    assert isinstance(alone, WorkerLostError)
+    assert (alone.cause, alone.is_to_blame) == ("memory", True)
+    for end in waiting:
+        assert isinstance(end, WorkerLostError)
+        assert (end.cause, end.is_to_blame, end.is_blameless) == ("", False, True)
+
+
+async def test_the_one_on_trial_is_to_blame_for_what_happens_in_its_turn() -> None:
+    """A long job of another key, in the middle of which it has its turn, is not."""
+    worker = _Dying("b", "a")
+    await worker.start()
+    await worker.wait_ready()
+    suspect = SampleJob(
+        job_id="b",
+        base_model="toy",
+        adapter_folder=None,
+        prompt=np.array([1]),
+        max_tokens=1,
+        alone=True,
+    )
+    others = [DescribeModelJob(job_id=name, base_model="toy") for name in "ac"]
+    ends = await asyncio.gather(*map(worker.post, [suspect, *others]), return_exceptions=True)
+    await worker.close()
+    assert [getattr(end, "is_to_blame", None) for end in ends] == [True, False, False]
+    assert [getattr(end, "is_blameless", None) for end in ends] == [False, True, True]
 
 
 def test_a_job_in_the_middle_of_anothers_is_never_at_work_alone() -> None:

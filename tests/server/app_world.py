@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ from wire_client import Caller
 from tinkex.server.app import create_app
 from tinkex.server.http.dependencies import AppDependencies
 from tinkex.server.process.config import ServerConfig
+from tinkex.server.process.loop_guard import LoopGuard
 from tinkex.server.serve import make_pool, open_store
 from tinkex.server.service.service import Service
 
@@ -42,6 +44,23 @@ class AppWorld(Caller):
         assert await self.service.catalog.info("toy", timeout_s=60) is not None
 
 
+def _is_servers(frame: FrameType) -> bool:
+    """Whether the server is at work of its own accord, or for a request.
+
+    A test may hold its loop, in which the server runs, also by calling the server's functions.
+    """
+    if "/tinkex/server/" not in frame.f_code.co_filename:
+        return False
+    caller: FrameType | None = frame
+    while caller is not None:
+        if caller.f_code.co_filename.endswith("/tinkex/server/door.py"):
+            return True
+        if "/tests/" in caller.f_code.co_filename:
+            return False
+        caller = caller.f_back
+    return True
+
+
 @asynccontextmanager
 async def open_app(folder: Path, **settings: Any) -> AsyncIterator[AppWorld]:
     """Start an app over `folder`; leaving the block stops it, so that it can be opened again."""
@@ -54,6 +73,8 @@ async def open_app(folder: Path, **settings: Any) -> AsyncIterator[AppWorld]:
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://localhost") as http,
         ):
-            yield AppWorld(app, http)
+            with LoopGuard(is_ours=_is_servers) as guard:
+                yield AppWorld(app, http)
+            assert not guard.holds, "\n".join(map(str, guard.holds))
     finally:
         await asyncio.to_thread(store.close)

@@ -22,8 +22,11 @@ class ServerProcess:
         *flags: str,
         one_thread: bool = True,
         program: Sequence[str] = ("-m", "tinkex.server"),
+        guarded: bool = "PYTEST_VERSION" in os.environ,
     ) -> None:
+        """`guarded`: what held its event loop fails the test; not in benchmarks, as it costs."""
         self.folder = folder
+        self._guarded = guarded
         self._one_thread = one_thread
         self._program = program
         self._held = HeldPort()
@@ -39,6 +42,9 @@ class ServerProcess:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        if self._guarded:
+            _, found, stack = self.log.partition("held the event loop for")
+            assert not found, found + stack[:8000]
 
     @property
     def log(self) -> str:
@@ -52,6 +58,7 @@ class ServerProcess:
     def start(self, *, wait: bool = True) -> None:
         command = [sys.executable, *self._program, "--port", str(self.port)]
         command += ["--data-dir", str(self.folder / "data"), *self._flags]
+        command += ["--debug"] if self._guarded else []
         env = {k: v for k, v in os.environ.items() if not k.startswith("TINKE")}
         env["TINKEX_HOME"] = str(self.folder)
         if self._one_thread:

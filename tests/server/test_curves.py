@@ -11,7 +11,13 @@ from wire_client import loss_of
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.console.source import Growth
-from tinkex.server.runs.curves import MAX_CURVES, MAX_POINTS, Curve, LiveCurves
+from tinkex.server.runs.curves import (
+    MANY_CURVES,
+    MAX_CURVES,
+    MAX_POINTS,
+    Curve,
+    LiveCurves,
+)
 from tinkex.store import Store
 
 
@@ -56,6 +62,19 @@ async def test_a_curve_in_short_is_the_same_from_memory_and_store(tmp_path: Path
     store.close()
 
 
+async def test_a_curve_in_short_is_in_the_order_of_its_steps(tmp_path: Path):
+    store = Store.in_folder(tmp_path)
+    curves = LiveCurves(store)
+    for step in (3, 0, 2, 1):  # calls that nobody waited for overtake each other
+        await curves.log("m", {"reward": step / 10}, step)
+    for look in (curves, LiveCurves(store)):
+        await curves.flush()
+        course = (await look.of_runs(["m"], ["reward"]))["m", "reward"]
+        assert list(course.values) == [0.0, 0.1, 0.2, 0.3]
+        assert (course.last_step, course.last_value) == (3, 0.3)
+    store.close()
+
+
 def test_a_page_that_looks_on_is_told_what_is_new_and_all_after_a_thinning():
     growth, curve = Growth(), Curve()
     shown: list[float] = []
@@ -97,9 +116,24 @@ async def test_too_many_names_are_refused(tmp_path: Path):
     store = Store.in_folder(tmp_path)
     curves = LiveCurves(store)
     await curves.log("m", {f"n{i}": 1.0 for i in range(MAX_CURVES)}, 0)
-    with pytest.raises(InvalidInputError, match="at most 200 curves"):
+    with pytest.raises(InvalidInputError, match="at most 1000 curves"):
         await curves.log("m", {"one more": 1.0}, 1)
     store.close()
+
+
+async def test_a_run_of_many_curves_keeps_fewer_points_of_each(tmp_path: Path):
+    store = Store.in_folder(tmp_path)
+    curves = LiveCurves(store)
+    for step in range(1501):  # odd: the last point has no neighbour when the others are joined
+        await curves.log("m", {"first": float(step)}, step)
+    for step in range(1501, 2200):
+        await curves.log("m", dict.fromkeys(["first", *map(str, range(MANY_CURVES))], step), step)
+    found = await curves.of_run("m")
+    store.close()
+    assert max(len(curve.steps) for curve in found.values()) <= MAX_POINTS // 4
+    first = found["first"]
+    assert first.steps == sorted(first.steps)
+    assert all(abs(v - s) < 20 for s, v in zip(first.steps, first.values, strict=True))
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 8.0])

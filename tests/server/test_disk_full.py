@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from app_world import open_app
 from server_process import ServerProcess
 from small_disk import Disk, small_disk
-from wire_client import PROTO, Failed, WireClient, loss_of, train_body
+from wire_client import PROTO, Failed, WireClient, loss_of, save_body, train_body
+
+from tinkex.server.process.disk import RESERVE, RESERVE_BYTES
 
 KEPT_BYTES = 400_000
 """Left on the disk by tests of saves: enough for the journal, too little for a checkpoint."""
@@ -273,7 +276,7 @@ def test_new_work_is_refused_while_there_is_still_room_to_end_the_old(tmp_path: 
         refused = world.post_train(model, 1, tokens_of(1))
         assert refused.status_code == 507
         assert "nearly full: 2.0 MB free, and 3.0 MB are kept" in refused.json()["detail"]
-        assert str(tmp_path / "data") in refused.json()["detail"]
+        assert str(tmp_path) not in refused.json()["detail"]
         world.disk.clear()
         time.sleep(0.6)
         world.client.result(world.client.train(model, 1, tokens_of(1)))
@@ -332,3 +335,52 @@ def test_a_server_starts_on_a_full_disk_or_says_why_not(tmp_path: Path) -> None:
         assert world.checkpoints() == ["kept"]
         world.disk.clear()
         world.client.result(world.client.train(model, number + 1, tokens_of(1)))
+
+
+# ------------------------------------------------------------------------------------ reserve
+
+
+@pytest.mark.parametrize("way", ["delete", "delete_run", "disable", "quotas"])
+async def test_a_full_disk_is_emptied_through_the_server(tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "data"
+    with small_disk(folder, list) as disk:
+        if not disk.is_real:
+            pytest.skip("RLIMIT_FSIZE cannot imitate this; run as root")
+        async with open_app(folder, api_keys=("tml-ann=ann",), min_free_bytes=100_000) as world:
+            accounts, call = world.service.store.accounts, world.service.store.call
+            await call(accounts.ensure_user, "root")
+            await call(accounts.add_key, "tml-root", "root", role="admin")
+            model = await world.model(key="tml-ann")
+            saving = await world.ok("save_weights", save_body(model, 1, "one"), key="tml-ann")
+            await world.result(saving, key="tml-ann")
+            world.service.store.models.touch(model, 1.0)  # it was silent for long
+            await call(world.service.store.flush)
+            assert (folder / RESERVE).stat().st_size == RESERVE_BYTES
+            assert (folder / RESERVE).stat().st_mode & 0o077 == 0
+            disk.fill()
+            world.service.room._looked_at = -10.0
+            refused = await world.post("create_session", key="tml-ann")
+            assert refused.status_code == 507
+            assert str(tmp_path) not in refused.text
+            root = {"x-api-key": "tml-root"}
+            users = "/tinkex/v1/admin/users/ann"
+            if way == "delete":
+                await world.call("DELETE", f"/training_runs/{model}/checkpoints/weights/one", 204)
+                assert not list((folder / "checkpoints").glob("*/*/*"))
+            elif way == "delete_run":
+                answer = await world.http.delete(
+                    f"/tinkex/v1/runs/{model}", headers={"x-api-key": "tml-ann"}
+                )
+                assert answer.status_code == 200, answer.text
+                assert not list((folder / "checkpoints").glob("*/*/*"))
+            elif way == "disable":
+                answer = await world.http.post(f"{users}/disable", json={}, headers=root)
+                assert answer.status_code == 200, answer.text
+            else:
+                body = {"quotas": {"models": 3}}
+                answer = await world.http.put(f"{users}/quotas", json=body, headers=root)
+                assert answer.status_code == 200, answer.text
+            assert not (folder / RESERVE).exists()
+            disk.clear()
+            world.service.room.keep_reserve()
+            assert (folder / RESERVE).exists(), "it is made again where there is room"

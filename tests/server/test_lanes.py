@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from wire_client import PROTO, loss_of, train_body
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.fairness.gate import FairGate
+from tinkex.server.guard.budgets import Prices, SpendingBudgets
 from tinkex.server.work.flights import Flights
 from tinkex.server.work.futures import Outcome
 from tinkex.server.work.gated_pool import GatedPool
@@ -91,7 +93,7 @@ async def test_a_gap_is_the_reason_of_waiting_and_then_an_error(tmp_path: Path) 
         assert poll.status_code == 408
         assert "waiting for seq_id 1" in poll.json()["queue_state_reason"]
         assert poll.json()["queue_state"] == "paused_capacity"
-        world.service.find_lane(model)._fail_gap()  # ten minutes have passed
+        world.service.find_lane(model).gap_timer.expire()  # ten minutes have passed
         failed = await world.result(waiting)
         assert failed["category"] == "user"
         assert "seq_id 1, 2" in failed["error"]
@@ -126,6 +128,32 @@ async def test_a_number_that_our_own_trouble_freed_is_given_to_the_next(
 
 def _no_room(*_: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+async def test_a_request_that_is_cut_off_frees_its_number_and_may_be_sent_again(
+    app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a repeat would wait for ever, and the user would have one request more under way."""
+    model = await app_world.model()
+    service, under_way = app_world.service, asyncio.Event()
+    stuck: Future[bool] = Future()
+
+    def append(_: Any) -> Future[bool]:
+        under_way.set()
+        return stuck
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service.store.journal, "append", append)
+        first = asyncio.create_task(app_world.train(model, 1, TOKENS))
+        await under_way.wait()
+        repeat = asyncio.create_task(app_world.train(model, 1, TOKENS))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        answer = await asyncio.wait_for(repeat, 60)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    promise = (await app_world.train(model, 1, TOKENS)).json()
+    assert loss_of(await app_world.result(promise)) > 0
+    await soon(lambda: not service.open_work.by_user)
 
 
 async def test_creating_a_model_twice_gives_the_same_promise(app_world: AppWorld) -> None:
@@ -239,8 +267,14 @@ async def test_a_request_that_cannot_run_lets_nobody_overtake_those_before_it() 
         answer.set_result(job)
         return answer
 
-    workers = GatedPool(SimpleNamespace(), FairGate(1), FairGate(1))  # type: ignore[arg-type]
-    open_work = OpenWork(SimpleNamespace(limit=lambda *_: 0))  # type: ignore[arg-type]
+    async def complete(job: str) -> str:
+        return job
+
+    gates = FairGate(1), FairGate(1), FairGate(1)
+    workers = GatedPool(SimpleNamespace(), *gates)  # type: ignore[arg-type]
+    open_work = OpenWork(  # type: ignore[arg-type]
+        SimpleNamespace(limit=lambda *_: 0), SpendingBudgets(None, Prices({}))
+    )
     flights = Flights(
         "ann",
         workers,
@@ -250,7 +284,7 @@ async def test_a_request_that_cannot_run_lets_nobody_overtake_those_before_it() 
     )
     await workers.training.acquire("ben", 1.0)
     for number, job in enumerate(("first", "second", Outcome(error="no", category="user"), "last")):
-        flights.send(QueuedRequest(number), job)  # type: ignore[arg-type]
+        flights.send(QueuedRequest(number), job, complete)  # type: ignore[arg-type]
     for _ in range(10):  # whoever may stand in line does
         await asyncio.sleep(0)
     workers.training.release("ben")

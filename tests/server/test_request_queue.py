@@ -73,3 +73,12 @@ def test_bodies_of_a_replay_are_not_counted_among_those_that_wait() -> None:
     queue.go_back(-1, replays(0))
     drain(queue)
     assert queue._held_bytes == 0
+
+
+def test_a_request_on_trial_stays_so_when_it_is_replayed_again() -> None:
+    queue = RequestQueue()
+    queue.load(-1, ended=[0, 1], requests=[])
+    queue.go_back(-1, first := replays(0, 1))
+    first[1].suspicion.on_trial = True
+    queue.go_back(-1, again := replays(0, 1))
+    assert [again[n].suspicion.on_trial for n in (0, 1)] == [False, True]

@@ -269,6 +269,37 @@ async def test_a_run_keeps_the_unnamed_weights_that_were_used_last(tmp_path: Pat
         assert {one.model_id for one in used if one.counts.get("sampling_sample")} == {model}
 
 
+async def test_inflight_sessions_outlive_their_own_weights_and_a_restart(tmp_path: Path) -> None:
+    """They sample from the newest inflight weights of their run, which alone have to be kept."""
+    async with open_app(tmp_path, max_unnamed_samplers=1) as world:
+        model, samplers = await world.model(), []
+        for number in range(3):
+            save = {"model_id": model, "seq_id": number + 1, "sampling_session_seq_id": number}
+            promise = await world.ok("save_weights_for_sampler", save | {"kind": "inflight"})
+            samplers.append((await world.result(promise))["sampling_session_id"])
+        await world.service.shelf.remove_deleted()
+        assert len(list((tmp_path / "ephemeral").iterdir())) == 1
+        for number in (3, 4):  # snapshots of the same run do not push it out
+            save = {"model_id": model, "seq_id": number + 1, "sampling_session_seq_id": number}
+            await world.result(await world.ok("save_weights_for_sampler", save))
+        await world.service.shelf.remove_deleted()
+        for sampler in samplers:
+            assert await world.result(await world.ok("asample", body_of(sampler, 1)))
+    async with open_app(tmp_path, max_unnamed_samplers=1) as world:
+        for sampler in samplers:
+            assert await world.result(await world.ok("asample", body_of(sampler, 2)))
+
+
+async def test_stability_records_are_refused_with_a_loss_to_use_instead(
+    app_world: AppWorld,
+) -> None:
+    """tinker-cookbook 0.6 asks for them by default; this is the first that its users see."""
+    body = body_of(await open_sampler(app_world), 0) | {"record_stability_info": True}
+    answer = await app_world.post("asample", body)
+    assert answer.status_code == 400
+    assert "tinker-cookbook: loss_fn=importance_sampling" in answer.json()["detail"]
+
+
 async def test_a_training_checkpoint_can_be_sampled(app_world: AppWorld) -> None:
     model = await app_world.model()
     saved = await app_world.result(

@@ -9,6 +9,7 @@ validates, chunks or numbers by itself. Load tests send the same bodies over `ra
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -48,10 +49,16 @@ def train_body(
     loss_fn: str = "cross_entropy",
     weights: list[float] | None = None,
     forward_only: bool = False,
+    config: Mapping[str, float | str] | None = None,
 ) -> bytes:
     message = pb.ForwardBackwardRequest(
         model_id=model_id, seq_id=seq_id, loss_fn=loss_fn, forward_only=forward_only
     )
+    for name, value in (config or {}).items():
+        if isinstance(value, str):
+            message.loss_fn_config_v2[name].text = value
+        else:
+            message.loss_fn_config_v2[name].number = value
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array(tokens, dtype="<i4").tobytes()
     targets = np.array(tokens, dtype="<i8")

@@ -22,8 +22,7 @@ def test_an_appended_op_survives_a_store_that_is_never_closed(url: str) -> None:
     crashed = Store(url)
     crashed.journal.append(op(1)).result(timeout=60)
     reopened = Store(url)
-    found = reopened.journal.get("s:train:0:1")
-    assert found is not None
+    [found] = reopened.journal.since("s:train:0", 0)
     assert (found.body, found.state) == (b"body 1", "accepted")
     reopened.close()
     crashed.close()
@@ -72,20 +71,20 @@ def test_a_result_is_kept_until_it_was_fetched_and_its_grace_is_over(store: Stor
     store.journal.sweep(time.time() + 50)
     kept = store.journal.get("s:train:0:1")
     assert kept is not None
-    assert (kept.result, kept.result_type, kept.state) == (b"result", "proto", "done")
+    assert (kept.result_bytes, kept.result_type, kept.state) == (6, "proto", "done")
+    assert store.journal.result("s:train:0:1") == b"result"
     store.journal.sweep(time.time() + 70)
     dropped = store.journal.get("s:train:0:1")
     assert dropped is not None
-    assert (dropped.result, dropped.state) == (None, "done")
+    assert (dropped.result_bytes, dropped.state) == (None, "done")
+    assert store.journal.result("s:train:0:1") is None
 
 
 def test_a_result_nobody_fetched_ends_with_its_ttl(store: Store) -> None:
     store.journal.append(op(1)).result(timeout=60)
     store.journal.note([ended()]).result(timeout=60)
     store.journal.sweep(time.time() + 25 * 3600)
-    found = store.journal.get("s:train:0:1")
-    assert found is not None
-    assert found.result is None
+    assert store.journal.result("s:train:0:1") is None
 
 
 def test_a_fetch_that_is_noted_with_its_end_starts_the_grace(store: Store) -> None:
@@ -114,7 +113,7 @@ def test_a_refused_request_keeps_its_number_and_its_reason(store: Store) -> None
     store.journal.append(op(1, refused="weights must be finite")).result(timeout=60)
     found = store.journal.find("s:train:0", 1)
     assert found is not None
-    assert (found.state, found.error, found.body) == ("refused", "weights must be finite", None)
+    assert (found.state, found.error) == ("refused", "weights must be finite")
     assert store.journal.unfinished_models() == []
 
 
@@ -178,14 +177,14 @@ def test_a_sweep_of_many_results_never_keeps_a_request_waiting(
         wait([store.journal.append(op(start + n)) for n in range(1000)], timeout=60)
         ends = [ended(start + n, result=b"r" * 100) for n in range(1000)]
         store.journal.note(ends).result(timeout=60)
-    write, parts = store.journal._write, []
+    write, parts = store._writer.run, []
 
-    def write_and_append(statement: Any) -> int:
-        parts.append(write(statement))
+    def write_and_append(transaction: Any) -> int:
+        parts.append(write(transaction))
         assert store.journal.append(op(10_000 + len(parts))).result(timeout=60)
         return parts[-1]
 
-    monkeypatch.setattr(store.journal, "_write", write_and_append)
+    monkeypatch.setattr(store._writer, "run", write_and_append)
     store.journal.sweep(time.time() + 25 * 3600)
     assert sum(parts) >= 3000
     assert max(parts) <= 1000

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 
 from tinkex import types
 from tinkex.contract.bounds import TokenNumbers
@@ -212,11 +212,21 @@ def _constrained(arguments: tuple[Any, ...], old: bool) -> st.SearchStrategy[Any
         edges = {"exclude_max": "lt" in limits, "exclude_min": "gt" in limits}
         return st.floats(least, below, allow_nan=False, allow_infinity=False, **edges)
     if inner is str:
-        return st.text(STORABLE, min_size=limits.get("min_length", 0), max_size=8)
+        texts = st.text(STORABLE, min_size=limits.get("min_length", 0), max_size=8)
+        rules = [item.func for item in arguments[1:] if isinstance(item, AfterValidator)]
+        return texts.filter(lambda text: all(_allows(rule, text) for rule in rules))
     if get_origin(inner) is list:
         least = limits.get("min_length", 0)
         return st.lists(_of(get_args(inner)[0], old), min_size=least, max_size=3)
     return _of(inner, old)
+
+
+def _allows(rule: Any, text: str) -> bool:
+    try:
+        rule(text)
+    except ValueError:
+        return False
+    return True
 
 
 def limits_of(item: Any) -> dict[str, Any]:

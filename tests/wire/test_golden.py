@@ -48,11 +48,17 @@ PUBLIC = {
     "set_checkpoint_ttl/value": types.SetCheckpointTtlRequest(ttl_seconds=3600),
     "weights_info": types.WeightsInfoRequest(tinker_path="tinker://r/weights/x"),
 }
+# Of SDK 0.39, whose wheel could not be recorded; tests/client/test_sdk_039.py has its pages.
+AFTER_036 = {
+    "search_checkpoints",
+    "external_weights_upload_start",
+    "external_weights_upload_finish",
+}
 REQUESTS = {
     row.name
     for row in ENDPOINTS.values()
     if row.request is not None and not row.path.startswith("/tinkex/")
-} - OURS
+} - (OURS | AFTER_036)
 ALL_REQUESTS = [(sdk, case) for sdk in GENERATIONS for case in recorded(sdk)["requests"]]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -44,10 +45,18 @@ def test_an_unknown_suffix_is_skipped_and_nothing_gives_nothing():
     assert reduce_metrics([], []) == {}
 
 
-@pytest.mark.parametrize("name", ["loss", "a:b:sum", ":sum", "a:"])
-def test_a_name_needs_exactly_one_colon(name):
-    with pytest.raises(InvalidInputError, match="one colon"):
-        reduce_metrics([{name: 1.0}], [1])
+@pytest.mark.parametrize("name", ["loss", "a:b:sum", "a:"])
+def test_a_metric_whose_name_says_no_reduction_does_not_fail_the_step(name):
+    """The gradient is gathered: a caller who tried again would count it twice."""
+    assert reduce_metrics([{name: 1.0, "b:sum": 2.0}], [1]) == {"b:sum": 2.0}
+    with pytest.raises(InvalidInputError, match="1 metrics but 2 weights"):
+        reduce_metrics([{name: 1.0}], [1, 1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_hash_of_what_is_no_number_is_none_and_fails_nothing(value):
+    reduced = reduce_metrics([{"h:hash_unordered": 3.0}, {"h:hash_unordered": value}], [1, 1])
+    assert math.isnan(reduced["h:hash_unordered"])
 
 
 def test_the_hash_does_not_depend_on_the_order_of_chunks():

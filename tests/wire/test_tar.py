@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tinkex.contract.cost import Cost
 from tinkex.errors import InvalidInputError
 from tinkex.wire import tar
 
-LIMITS = tar.TarLimits(max_members=100, max_bytes=1 << 20)
+LIMITS = Cost(files=100, sent_bytes=1 << 20, depth=tar.MAX_DEPTH)
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 DIGITS = b"1" * 200_000
 PARTS = st.text(
@@ -31,7 +32,7 @@ NAMES = st.lists(PARTS, min_size=1, max_size=5).map("/".join)
 TIMES = st.one_of(st.integers(-(2**33), 2**33), st.floats(-(2**33), 2**33))
 
 
-def read(body: bytes, limits: tar.TarLimits = LIMITS) -> list[tuple[str, bool, bytes]]:
+def read(body: bytes, limits: Cost = LIMITS) -> list[tuple[str, bool, bytes]]:
     found = tar.members(io.BytesIO(body), limits)
     return [(member.name, member.is_folder, b"".join(data)) for member, data in found]
 
@@ -212,7 +213,7 @@ def test_a_name_comes_once(tmp_path: Path, second: bytes) -> None:
 
 
 def test_a_compressed_archive_becomes_no_more_than_it_may(tmp_path):
-    body = gzip.compress(header(b"0", bytes(LIMITS.max_bytes)) + header(b"0", b"1", b"y") + END)
+    body = gzip.compress(header(b"0", bytes(LIMITS.sent_bytes)) + header(b"0", b"1", b"y") + END)
     assert len(body) < 5000
     with pytest.raises(InvalidInputError, match="larger than it may become"):
         tar.extract(tar.members(tar.unpacked(io.BytesIO(body)), LIMITS), tmp_path, LIMITS)
@@ -230,7 +231,7 @@ def test_headers_count_among_what_a_compressed_archive_may_become(tmp_path, kind
     stream = io.BytesIO(gzip.compress(many + END))
     with pytest.raises(InvalidInputError, match="larger than it may become"):
         tar.extract(tar.members(tar.unpacked(stream), LIMITS), tmp_path, LIMITS)
-    assert sum(1 for _ in tmp_path.iterdir()) <= LIMITS.max_bytes // 65_000
+    assert sum(1 for _ in tmp_path.iterdir()) <= LIMITS.sent_bytes // 65_000
 
 
 def test_a_restored_file_has_its_mode_and_time_but_nothing_for_others(tmp_path):

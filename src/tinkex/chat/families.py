@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from tinkex.chat.messages import Tool, ToolCall
-from tinkex.chat.reading import Piece, PlainReader, Reader, TaggedReader, call_of, read_calls
+from tinkex.chat.messages import MAX_NAME, Tool, ToolCall
+from tinkex.chat.reading import (
+    MAX_CALL_TEXT,
+    MAX_CALLS,
+    MarkedText,
+    Piece,
+    PlainReader,
+    Reader,
+    TaggedReader,
+    call_of,
+    read_calls,
+)
 
 __all__ = ["FAMILIES", "GENERIC", "ChatFamily", "Listening", "family_of"]
 
@@ -55,24 +65,60 @@ class ChatFamily:
 
 # ------------------------------------------------------------------------------------ Qwen 3.5
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]{1,256})>\n?(.*?)\n?</parameter>", re.DOTALL)
 
-
-def _tagged_calls(body: str, tools: Sequence[Tool]) -> list[ToolCall]:
+def _tagged_calls(body: str, texts: _DeclaredTexts) -> list[ToolCall]:
     """`<function=NAME><parameter=KEY>VALUE</parameter>...</function>`: values are bare text.
 
     A value that is JSON other than a text (a number, a list, true) is taken as that, which is how
     the template writes them, unless the tool declares a text.
     """
-    match = _FUNCTION.fullmatch(body)
-    if match is None:
+    body = body.strip()
+    if not (body.startswith(_FUNCTION) and body.endswith(_END_FUNCTION)):
         return []
-    texts = {name for tool in tools if tool.name == match[1] for name in tool.text_arguments()}
+    name, opened, inside = body[len(_FUNCTION) : -len(_END_FUNCTION)].partition(">")
+    if not opened or "\n" in name:
+        return []
+    declared = texts.of(name)
     arguments = {
-        key: text if key in texts else _value(text) for key, text in _PARAMETER.findall(match[2])
+        key: text if key in declared else _value(text) for key, text in _parameters(inside)
     }
-    return [ToolCall(name=match[1], arguments=json.dumps(arguments, ensure_ascii=False))]
+    call = ToolCall.of(name, arguments)
+    return [] if call is None else [call]
+
+
+_FUNCTION, _END_FUNCTION = "<function=", "</function>"
+_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+
+
+def _parameters(inside: str) -> Iterator[tuple[str, str]]:
+    """Keys and values, from left to right; the first one without an end is the last looked at."""
+    at = 0
+    while (at := inside.find(_PARAMETER, at)) >= 0:
+        at += len(_PARAMETER)
+        opened = inside.find(">", at, at + MAX_NAME + 1)
+        key = inside[at : max(opened, at)]
+        if not key or "\n" in key:
+            continue
+        end = inside.find(_END_PARAMETER, opened)
+        if end < 0:
+            return
+        yield key, inside[opened + 1 : end].removeprefix("\n").removesuffix("\n")
+        at = end
+
+
+class _DeclaredTexts:
+    """The arguments that tools declare to be texts, looked up once for each name of a tool."""
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._tools = tools
+        self._known: dict[str, set[str]] | None = None
+
+    def of(self, name: str) -> set[str]:
+        if self._known is None:
+            self._known = {}
+            for tool in self._tools:
+                self._known.setdefault(tool.name, set()).update(tool.text_arguments())
+        return self._known.get(name, set())
 
 
 def _value(text: str) -> object:
@@ -84,8 +130,10 @@ def _value(text: str) -> object:
 
 
 def _qwen_reader(listening: Listening) -> Reader:
+    texts = _DeclaredTexts(listening.tools)
+
     def calls_of(body: str) -> list[ToolCall]:
-        return _tagged_calls(body, listening.tools) or read_calls(body)
+        return _tagged_calls(body, texts) or read_calls(body)
 
     return _tagged(calls_of, listening)
 
@@ -100,29 +148,32 @@ class _LlamaReader:
     is_thinking = False
 
     def __init__(self) -> None:
-        self._held = ""
-        self._is_content = False
+        self._held: list[str] = []
+        self._begun = ""
+        self._is_content = self._is_call = False
 
     def feed(self, text: str) -> list[Piece]:
         if self._is_content:
             return [Piece("content", text)] if text else []
-        self._held += text
-        begun = self._held.lstrip()
-        if not begun or begun.startswith("{") or self.TAG.startswith(begun[: len(self.TAG)]):
+        self._held.append(text)
+        if self._is_call:
             return []
-        if begun.startswith(self.TAG):
+        begun = self._begun = (self._begun + text).lstrip()[: len(self.TAG)]
+        if self.TAG.startswith(begun) or begun.startswith("{"):
+            self._is_call = begun == self.TAG or begun.startswith("{")
             return []
         self._is_content = True
-        held, self._held = self._held, ""
-        return [Piece("content", held)]
+        return self._content()
 
     def end(self) -> list[Piece]:
-        if self._is_content or not self._held:
-            return []
-        calls = read_calls(self._held.strip().removeprefix(self.TAG))
-        if calls:
+        held = "".join(self._held)
+        if calls := read_calls(held.strip().removeprefix(self.TAG)):
             return [Piece("tool_call", call=call) for call in calls]
-        return [Piece("content", self._held)]
+        return self._content()
+
+    def _content(self) -> list[Piece]:
+        held, self._held = "".join(self._held), []
+        return [Piece("content", held)] if held else []
 
 
 # ------------------------------------------------------------------------------------ gpt-oss
@@ -135,50 +186,40 @@ class _HarmonyReader:
     has a recipient, else a word to the user before one.
     """
 
+    OPENS = ("<|message|>",)
     ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
     _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]{1,256})")
 
     def __init__(self) -> None:
-        self._held = ""
+        self._marked = MarkedText()
         self._kind: str | None = None  # None: in a header
+        self._header: list[str] = []
         self._function = ""
         self._arguments: list[str] = []
+        self._num_calls = 0
 
     @property
     def is_thinking(self) -> bool:
         return self._kind == "reasoning"
 
     def feed(self, text: str) -> list[Piece]:
-        self._held += text
+        self._marked.feed(text)
         pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
+        mark = "at first"
+        while mark:
+            is_header = self._kind is None
+            before, mark = self._marked.take(self.OPENS if is_header else self.ENDS)
+            if is_header:
+                self._header.append(before)
+                if mark:
+                    self._open("".join(self._header))
+            else:
+                self._say(pieces, before)
+                if mark:
+                    self._close(pieces)
+                    # A header that follows at once begins with the tag that ended this body.
+                    self._header = [mark] if mark in self.ENDS[3:] else []
         return pieces
-
-    def _step(self, pieces: list[Piece]) -> bool:
-        if self._kind is None:
-            header, mark, rest = self._held.partition("<|message|>")
-            if not mark:
-                return False
-            self._open(header)
-            self._held = rest
-            return True
-        found = [(at, tag) for tag in self.ENDS if (at := self._held.find(tag)) >= 0]
-        if found:
-            at, tag = min(found)
-            self._say(pieces, self._held[:at])
-            # A header that follows at once begins with the tag that ended this body.
-            self._held = self._held[at + (0 if tag in self.ENDS[3:] else len(tag)) :]
-            self._close(pieces)
-            return True
-        keep = max(
-            (n for tag in self.ENDS for n in range(1, len(tag)) if self._held.endswith(tag[:n])),
-            default=0,
-        )
-        certain = len(self._held) - keep
-        self._say(pieces, self._held[:certain])
-        self._held = self._held[certain:]
-        return False
 
     def _open(self, header: str) -> None:
         recipient = self._RECIPIENT.search(header)
@@ -197,26 +238,32 @@ class _HarmonyReader:
 
     def _close(self, pieces: list[Piece]) -> None:
         if self._kind == "tool":
-            body = "".join(self._arguments)
-            try:
-                call = call_of({"name": self._function, "arguments": json.loads(body or "{}")})
-            except (ValueError, RecursionError):
-                call = None
+            body, self._arguments = "".join(self._arguments), []
+            call = self._read_call(body)
             pieces.append(Piece("content", body) if call is None else Piece("tool_call", call=call))
-            self._arguments = []
         self._kind = None
+
+    def _read_call(self, body: str) -> ToolCall | None:
+        if len(body) > MAX_CALL_TEXT or self._num_calls == MAX_CALLS:
+            return None
+        try:
+            call = call_of({"name": self._function, "arguments": json.loads(body or "{}")})
+        except (ValueError, RecursionError):
+            return None
+        self._num_calls += call is not None
+        return call
 
     def end(self) -> list[Piece]:
         pieces: list[Piece] = []
         if self._kind is None:
             # Without any header it is a model that does not speak harmony: what it said is content.
-            if self._held.strip() and "<|channel|>" not in self._held:
-                if not self._held.startswith("<|start|>"):
-                    pieces.append(Piece("content", self._held))
+            said = "".join(self._header) + self._marked.rest()
+            if said.strip() and "<|channel|>" not in said and not said.startswith("<|start|>"):
+                pieces.append(Piece("content", said))
+            self._header = []
         else:
-            self._say(pieces, self._held)
+            self._say(pieces, self._marked.rest())
             self._close(pieces)
-        self._held = ""
         return pieces
 
 
@@ -247,7 +294,7 @@ FAMILIES: tuple[ChatFamily, ...] = (
         ends=("<|return|>", "<|call|>"),
         reader=lambda listening: _HarmonyReader(),
         closings=("<|end|>",),
-        heard=(*_HarmonyReader.ENDS, "<|message|>", "<|constrain|>"),
+        heard=(*_HarmonyReader.ENDS, *_HarmonyReader.OPENS, "<|constrain|>"),
     ),
     ChatFamily(
         name="qwen3.5",

@@ -13,6 +13,10 @@ __all__ = ["ROLES", "Message", "Tool", "ToolCall"]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT = {"type": "string"}
+MAX_NAME = 256
+"""Most characters of a function's name."""
+MAX_DEPTH = 64
+"""Most levels of lists and objects in the arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,20 @@ class ToolCall:
     arguments: str
     """A JSON object, as text: what travels in both APIs, so no number changes its spelling."""
     call_id: str = ""
+
+    @classmethod
+    def of(cls, name: str, arguments: Any) -> ToolCall | None:
+        """A call that a model wrote; None when it cannot be told or sent back as one.
+
+        Names and depths are those that a message may have. Half of a character (a lone surrogate,
+        which JSON can spell) is no text that anyone can be sent.
+        """
+        if not isinstance(arguments, dict) or not 0 < len(name) <= MAX_NAME:
+            return None
+        if not _is_shallow(arguments):
+            return None
+        text = json.dumps(arguments, ensure_ascii=False)
+        return cls(name=name, arguments=text) if _is_text(name + text) else None
 
     def parsed(self) -> dict[str, Any]:
         """The arguments as a dict, which is what chat templates take.
@@ -43,7 +61,39 @@ class ToolCall:
                 f"got {type(value).__name__}",
                 path="tool_calls",
             )
+        if not _is_shallow(value):
+            raise InvalidInputError(
+                f"the arguments of the call to {self.name!r} have more than {MAX_DEPTH} levels of "
+                "lists and objects in each other",
+                path="tool_calls",
+            )
+        # Only an escape brings half of a character, and most arguments have none.
+        if "\\u" in self.arguments and not _is_text(json.dumps(value, ensure_ascii=False)):
+            raise InvalidInputError(
+                f"the arguments of the call to {self.name!r} hold half of a character (a lone "
+                "surrogate, such as \\ud800)",
+                path="tool_calls",
+            )
         return value
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether JSON is so deep at most that every part of the way can read and write it."""
+    layer = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [item.values() if isinstance(item, dict) else item for item in layer]
+        layer = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not layer:
+            return True
+    return False
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,22 @@ streams and whole answers cannot differ.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from tinkex.chat.messages import Message, ToolCall
 
 __all__ = ["PlainReader", "Piece", "Reader", "TaggedReader", "read_calls", "whole"]
+
+MAX_CALL_TEXT = 1_000_000
+"""Most characters that are read as calls; more of them are content."""
+MAX_CALLS = 1024
+"""Most calls in an answer, as in a message that is sent; what follows them is content."""
+_DECODER = json.JSONDecoder()
+_BETWEEN = re.compile(r"[ \t\r\n,;]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,51 @@ class PlainReader:
         return []
 
 
+class MarkedText:
+    """Text that comes in pieces, taken up to the next of some marks.
+
+    An answer belongs to whoever trained the model, so no letter is looked at more than a few times,
+    whatever was said: all that is kept here is the beginning of a mark.
+    """
+
+    def __init__(self) -> None:
+        self._text, self._at = "", 0
+
+    def feed(self, text: str) -> None:
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    def take(self, marks: tuple[str, ...]) -> tuple[str, str]:
+        """The text before the next mark, and the mark; empty when none is there yet."""
+        found = _either(marks).search(self._text, self._at) if marks else None
+        if found is None:
+            end, mark = len(self._text) - self._num_begun(marks), ""
+            start, self._at = self._at, end
+        else:
+            end, mark = found.start(), found[0]
+            start, self._at = self._at, found.end()
+        return self._text[start:end], mark
+
+    def rest(self) -> str:
+        """The beginning of a mark that never came whole."""
+        rest, self._text, self._at = self._text[self._at :], "", 0
+        return rest
+
+    def _num_begun(self, marks: tuple[str, ...]) -> int:
+        """How many letters at the end may begin a mark."""
+        sizes = (
+            size
+            for mark in marks
+            for size in range(len(mark) - 1, 0, -1)
+            if self._text.endswith(mark[:size], self._at)
+        )
+        return max(sizes, default=0)
+
+
+@lru_cache(maxsize=64)
+def _either(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))
+
+
 class TaggedReader:
     """Reasoning and tool calls stand between tags, as Qwen, SmolLM2 and most others have them.
 
@@ -90,8 +144,9 @@ class TaggedReader:
         self._mode: Literal["reasoning", "content", "tool"] = (
             "reasoning" if starts_thinking else "content"
         )
-        self._held = ""
-        self._searched = 0
+        self._marked = MarkedText()
+        self._held: list[str] = []  # white space that a tag may follow, or the inside of a call
+        self._num_calls = 0
         self._at_start = True
         self._spoke = False
 
@@ -100,71 +155,74 @@ class TaggedReader:
         return self._mode == "reasoning"
 
     def feed(self, text: str) -> list[Piece]:
-        self._held += text
+        self._marked.feed(text)
         pieces: list[Piece] = []
-        while self._step(pieces):
-            pass
+        mark = "at first"
+        while mark:
+            before, mark = self._marked.take(self._tags())
+            if self._mode == "tool":
+                self._held.append(before)
+                if mark:
+                    self._end_call(pieces)
+            else:
+                self._go_on(pieces, before)
+                if mark:
+                    self._enter(mark)
         return pieces
 
     def end(self) -> list[Piece]:
         pieces: list[Piece] = []
+        held = "".join(self._held) + self._marked.rest()
         if self._mode == "tool":  # cut off in the middle: what was said is not lost
-            self._say(pieces, "content", self._tool[0] + self._held)
+            self._say(pieces, "content", self._tool[0] + held)
         elif self._mode == "content":
-            self._say(pieces, "content", self._held)
+            self._say(pieces, "content", held)
         else:
-            self._say(pieces, "reasoning", self._held.rstrip())
-        self._held = ""
+            self._say(pieces, "reasoning", held.rstrip())
+        self._held = []
         return pieces
 
-    def _step(self, pieces: list[Piece]) -> bool:
+    def _tags(self) -> tuple[str, ...]:
         if self._mode == "tool":
-            return self._read_tool(pieces)
-        tags = self._tags()
-        found = [(at, tag) for tag in tags if (at := self._held.find(tag)) >= 0]
-        if found:
-            at, tag = min(found)
-            self._say(pieces, self._mode, self._held[:at].rstrip())
-            self._held = self._held[at + len(tag) :]
-            self._enter(tag)
-            return True
-        certain = len(self._held) - _held_back(self._held, tags)
-        self._say(pieces, self._mode, self._held[:certain])
-        self._held = self._held[certain:]
-        return False
-
-    def _tags(self) -> list[str]:
+            return (self._tool[1],)
         if self._mode == "reasoning":
             assert self._thinking is not None
-            return [self._thinking[1]]
-        tags = [self._tool[0]] if self._calls_of is not None else []
+            return (self._thinking[1],)
+        tags = () if self._calls_of is None else (self._tool[0],)
         if self._thinking is not None and not self._spoke:
-            tags.append(self._thinking[0])  # thinking comes first or not at all
+            tags = (*tags, self._thinking[0])  # thinking comes first or not at all
         return tags
+
+    def _go_on(self, pieces: list[Piece], text: str) -> None:
+        """Say the text, but for white space at its end, which waits for what follows."""
+        said = text.rstrip()
+        if said:
+            self._say(pieces, self._mode, "".join(self._held) + said)
+            self._held = []
+        self._held.append(text[len(said) :])
 
     def _enter(self, tag: str) -> None:
         if tag == self._tool[0]:
-            self._mode, self._searched = "tool", 0
+            self._mode = "tool"
         else:
             opens = self._thinking is not None and tag == self._thinking[0]
             self._mode = "reasoning" if opens else "content"
+        self._held = []
         self._at_start = True
 
-    def _read_tool(self, pieces: list[Piece]) -> bool:
-        close = self._tool[1]
-        at = self._held.find(close, max(self._searched - len(close), 0))
-        if at < 0:
-            self._searched = len(self._held)
-            return False
-        body, self._held = self._held[:at], self._held[at + len(close) :]
+    def _end_call(self, pieces: list[Piece]) -> None:
+        body, self._held = "".join(self._held), []
         self._mode, self._at_start = "content", True
         assert self._calls_of is not None
-        calls = self._calls_of(body)
-        if not calls:  # not a call after all: hand it on as it was said
-            self._say(pieces, "content", self._tool[0] + body + close)
-        pieces += [Piece("tool_call", call=call) for call in calls]
+        is_room = len(body) <= MAX_CALL_TEXT and self._num_calls < MAX_CALLS
+        calls = self._calls_of(body) if is_room else ()
+        if not calls or self._num_calls + len(calls) > MAX_CALLS:
+            # Not a call after all: handed on as it was said.
+            self._say(pieces, "content", self._tool[0] + body + self._tool[1])
+        else:
+            self._num_calls += len(calls)
+            pieces += [Piece("tool_call", call=call) for call in calls]
         self._spoke = True
-        return True
 
     def _say(self, pieces: list[Piece], mode: str, text: str) -> None:
         if self._at_start:
@@ -175,34 +233,23 @@ class TaggedReader:
             pieces.append(Piece("content" if mode == "content" else "reasoning", text))
 
 
-def _held_back(text: str, tags: Sequence[str]) -> int:
-    """How many characters at the end may belong to a tag: its beginning, and space before it."""
-    longest = 0
-    for tag in tags:
-        for size in range(min(len(tag) - 1, len(text)), 0, -1):
-            if text.endswith(tag[:size]):
-                longest = max(longest, size)
-                break
-    before = text[: len(text) - longest] if longest else text
-    return longest + len(before) - len(before.rstrip())
-
-
 def read_calls(body: str) -> list[ToolCall]:
     """Calls written as JSON: one object, several, or a list, each with a name and arguments."""
-    decoder = json.JSONDecoder()
     calls: list[ToolCall] = []
-    rest = body.strip()
-    while rest:
+    body = body.strip() if len(body) <= MAX_CALL_TEXT else ""
+    at = 0
+    while at < len(body):
         try:
-            value, end = decoder.raw_decode(rest)
+            value, at = _DECODER.raw_decode(body, at)
         except (ValueError, RecursionError):
             return []
-        for item in value if isinstance(value, list) else [value]:
-            call = call_of(item)
-            if call is None:
-                return []
-            calls.append(call)
-        rest = rest[end:].lstrip(" \t\r\n,;")
+        items = value if isinstance(value, list) else [value]
+        found = [call_of(item) for item in items[:MAX_CALLS]]
+        if None in found or len(items) + len(calls) > MAX_CALLS:
+            return []
+        calls += [call for call in found if call is not None]
+        between = _BETWEEN.match(body, at)
+        at = between.end() if between else at
     return calls
 
 
@@ -214,8 +261,6 @@ def call_of(item: Any) -> ToolCall | None:
     if isinstance(arguments, str):  # some models write the object as a text once more
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(name=item["name"], arguments=json.dumps(arguments, ensure_ascii=False))
+    return ToolCall.of(item["name"], arguments)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -70,12 +70,14 @@ class ChatRenderer:
         *,
         generate: bool = False,
         num_known: int = 0,
+        render: Callable[..., str] = render,
         **options: Any,
     ) -> str:
         """The conversation as the model reads it.
 
         Args:
             generate: End where the assistant begins to speak.
+            render: Does the work of `template.render`, here or in another process.
             num_known: So many messages were looked at before, or were said by the model itself;
                 whatever a model spells, the conversation may go on.
             options: What the template reads besides, such as `enable_thinking`.

@@ -29,7 +29,7 @@ def resolve_address(state: State) -> Iterator[tuple[str, str]]:
         return
     from tinkex.client.session.embedded_server import join_local_server
 
-    server = join_local_server()
+    server = join_local_server(is_private=config.is_private)
     try:
         yield server.base_url, server.api_key
     finally:

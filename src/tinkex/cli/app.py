@@ -26,6 +26,7 @@ from tinkex.cli.state import State, shared_options
 COMMANDS: dict[str, str] = {
     "auth": "Log in, log out, and say who you are.",
     "billing": "Tokens used and checkpoint storage.",
+    "budget": "Limit what a user, key or run may use.",
     "chat": "Talk to a base model or a checkpoint.",
     "checkpoint": "List, publish, download and delete.",
     "cluster": "Look at the Ray cluster of a server.",
@@ -50,6 +51,8 @@ COMMANDS: dict[str, str] = {
     "version": "Print the version.",
 }
 _ELSEWHERE = {
+    "completion": "tinkex.cli.commands.shell:completion",
+    "version": "tinkex.cli.commands.shell:version",
     "gc": "tinkex.cli.commands.disk:gc",
     "import": "tinkex.cli.commands.import_:import_",
     "serve": "tinkex.server.serve:serve",

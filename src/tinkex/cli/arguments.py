@@ -31,23 +31,10 @@ def check_tinker_path(ctx: click.Context, param: click.Parameter, value: Any) ->
     return value
 
 
-def check_run_or_path(ctx: click.Context, param: click.Parameter, value: str) -> Any:
-    """Turn a run's name or folder into its checkpoint (a click callback)."""
-    path = named(value) or ""
-    if not path.startswith("tinker://"):
-        raise click.BadParameter(
-            f"'{value}' is neither a checkpoint, which looks like tinker://RUN/weights/NAME, nor a "
-            f"run here; runs: {known_runs()}."
-        )
-    return path
-
-
 path_argument = click.argument(
     "path", callback=check_tinker_path, shell_complete=complete_checkpoint
 )
-run_or_path_argument = click.argument(
-    "path", callback=check_run_or_path, shell_complete=complete_model
-)
+run_or_path_argument = click.argument("path", shell_complete=complete_model)
 
 
 def read_iso_time(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
@@ -68,6 +55,18 @@ def known_runs() -> str:
     from tinkex.runs.names import known
 
     return ", ".join(run.name for run in known()) or "none"
+
+
+def near_runs(text: str) -> str:
+    """A sentence with the runs whose names are near to `text`, or with all; empty without any."""
+    import difflib
+
+    from tinkex.runs.names import known
+
+    names = [run.name for run in known()]
+    if near := difflib.get_close_matches(text, names, n=3, cutoff=0.5):
+        return f" Did you mean {' or '.join(near)}?"
+    return f" Runs here: {', '.join(names[:10])}." if names else ""
 
 
 def named(model: str | None) -> str | None:

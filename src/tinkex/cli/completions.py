@@ -68,13 +68,13 @@ def _checkpoints() -> Iterator[tuple[str, str]]:
     with contextlib.suppress(Exception):
         from tinkex.cli.state import State
         from tinkex.client.config import LOCAL
-        from tinkex.client.session.embedded_server import data_folder
+        from tinkex.wire.local_servers import private_data_folder
 
         state = State()
         if state.config(patient=False).base_url == LOCAL:
             from tinkex.server.administration.disk_usage import checkpoint_paths
 
-            yield from checkpoint_paths(data_folder(), limit=100)
+            yield from checkpoint_paths(private_data_folder(), limit=100)
             return
         with state.rest() as rest:
             for checkpoint in rest.list_user_checkpoints(limit=100).result().checkpoints:

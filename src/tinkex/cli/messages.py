@@ -80,6 +80,8 @@ def _answer(exc: APIStatusError) -> str:
         return (
             "The server wants an API key and none is set: `tinkex auth login`, or TINKER_API_KEY."
         )
+    if exc.status_code == 401 and "TINKER_API_KEY" not in text:
+        return f"{text} Check the key: `tinkex auth login`, or TINKER_API_KEY."
     return text
 
 

@@ -18,6 +18,7 @@ _TO_COPY = re.compile(r"tinker://|[0-9a-f]{8}-[0-9a-f]{4}-")
 """Paths and ids are there to be copied: they are not folded."""
 _NARROW = 30  # What a column of words should have before it is folded.
 _PIPE_WIDTH = 1000  # Nobody wraps lines in a pipe: a cut id is worse than a long line.
+_PROSE_WIDTH = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class Table:
     title: str | None = None
     styles: dict[str, str] = field(default_factory=dict)
     """Rich style by cell text, such as {"fail": "red"}."""
+    is_prose: bool = False
+    """Cells are sentences, to be read: in a pipe they are folded as on a terminal."""
 
 
 def properties(title: str | None, pairs: dict[str, Any]) -> Table:
@@ -57,7 +60,8 @@ def print_table(table: Table) -> None:
     console = Console(file=sys.stdout, highlight=False)
     is_narrow = sys.stdout.isatty() and wide > console.width
     # A path is there to be copied: on a narrow terminal the line runs over, the path stays whole.
-    console.width = max(console.width, wide) if sys.stdout.isatty() else _PIPE_WIDTH
+    in_pipe = _PROSE_WIDTH if table.is_prose else _PIPE_WIDTH
+    console.width = max(console.width, wide) if sys.stdout.isatty() else in_pipe
     if table.title:
         # Text, not markup: in markup the `:train:` of a run's id becomes a picture of a tram.
         console.print(Text(table.title, style="table.title"), soft_wrap=True)

@@ -21,6 +21,7 @@ from tinkex.cli.output import Table, print_json, print_table
 if TYPE_CHECKING:
     from tinkex import AdminClient, RestClient, ServiceClient
     from tinkex.client.config import ClientConfig
+    from tinkex.runs.names import NamedRun
 
 
 @dataclass
@@ -81,6 +82,28 @@ class State:
         with loading_shown(), ServiceClient(config=config) as client:
             yield client
 
+    def go_to(self, run: NamedRun) -> None:
+        """Talk to the server that has a run, unless the command names another one.
+
+        Raises:
+            ConfigError: It is the private server of another state folder or engine, or one that
+                only a file of the folder names.
+        """
+        from tinkex.errors import ConfigError
+        from tinkex.wire.local_servers import private_data_folder
+
+        if self.base_url is not None or not run.server:
+            return
+        if run.server == "local" and run.data_dir != str(private_data_folder()):
+            raise ConfigError(
+                f"The run {run.name!r} is on the private server that keeps {run.data_dir}, and the "
+                f"one of this command keeps {private_data_folder()}. Set TINKEX_HOME and "
+                "TINKEX_LOCAL_ENGINE as they were, or name a server with --base-url."
+            )
+        if not run.is_named and run.server != "local":
+            _check_is_ours(run)
+        self.base_url = run.server
+
     def config(self, *, patient: bool) -> ClientConfig:
         """The settings of a client. One that is not patient gives up after seconds.
 
@@ -89,7 +112,7 @@ class State:
         """
         from tinkex.client.config import ClientConfig
 
-        settings: dict[str, Any] = {} if patient else {"retry_window_s": 3.0, "max_retries": 2}
+        settings: dict[str, Any] = {} if patient else {"retry_window_s": 3.0}
         # What the user has set in the environment stands above our haste.
         free = {
             name: value
@@ -97,6 +120,21 @@ class State:
             if f"TINKEX_CLIENT_{name.upper()}" not in os.environ
         }
         return ClientConfig.from_env(base_url=self.base_url, **free)
+
+
+def _check_is_ours(run: NamedRun) -> None:
+    """Refuse to send a key to a server because a folder, which may be anybody's, says so."""
+    from tinkex.client.config import ClientConfig, is_loopback
+    from tinkex.errors import ConfigError
+
+    with contextlib.suppress(ConfigError):  # no key is set for what the environment names
+        if run.server.rstrip("/") == ClientConfig.from_env().base_url:
+            return
+    if not is_loopback(run.server):
+        raise ConfigError(
+            f"The folder {run.folder} says that its run is on {run.server}. If you trust that "
+            f"server with your key, name it: --base-url {run.server}"
+        )
 
 
 def _keep(ctx: click.Context, param: click.Parameter, value: Any) -> None:

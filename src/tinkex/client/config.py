@@ -16,17 +16,25 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tinkex.client.credentials import load_default_key, mask
+from tinkex.client.spelling import warn_of_variables
 from tinkex.errors import ConfigError
 
 HOSTED_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 LOCAL = "local"
-"""The base URL that means: the embedded server of this user."""
+"""The base URL that means: a server of this user on this machine."""
 
 _OFF = frozenset({"0", "false", "no", "off"})
 _ON = frozenset({"1", "true", "yes", "on"})
 _LEVELS = frozenset({"debug", "info", "warning", "error"})
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_FRAMING = frozenset({"connection", "content-length", "transfer-encoding"})
 LOCAL_KEY = "tml-local"
+LLAMA3_MIRRORS = (
+    "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
+    "baseten/Meta-Llama-3-tokenizer",
+)
+POOLS = frozenset("auth config futures poller redirect sample session telemetry train".split())
+"""The kinds of calls, each with connections of its own."""
 
 
 def _frozen(values: Mapping[str, str] | None) -> Mapping[str, str]:
@@ -47,12 +55,16 @@ class ClientConfig:
     """Longest wait for one HTTP answer."""
     connect_timeout_s: float = 5.0
     """Longest wait for a connection."""
-    max_retries: int = 10
-    """Retries inside one HTTP call; the calls that must not retry say so themselves."""
+    max_retries: int | None = None
+    """Most tries of a call after its first; 0 fails at once. None: as many as fit the window."""
     retry_window_s: float = 300.0
-    """How long a call is retried as a whole after connection errors, 408, 409, 429 and 5xx."""
+    """How long a call is tried again after connection errors, 408, 409, 429 and 5xx."""
+    startup_window_s: float = 15.0
+    """How long a server is tried that never answered yet: it may be starting, or not be there."""
     max_connections: int = 1000
     """Most open connections per pool; each kind of call has its own pool."""
+    pool_connections: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """The same by pool, where it is to differ: `{"sample": 400, "train": 8}`."""
     heartbeat_interval_s: float = 10.0
     """Seconds between two signs of life of a session."""
     headers: Mapping[str, str] = field(default_factory=lambda: _frozen(None))
@@ -65,8 +77,13 @@ class ClientConfig:
     """Name of the session in listings."""
     model: str | None = None
     """The base model of calls that name none. The local server loads it."""
+    is_private: bool = True
+    """With the base URL `local`: the private server alone, never a `tinkex serve` of this user.
+    `from_env` lets that one do, too, where nobody named a server."""
     tags: tuple[str, ...] = ()
     """Tags of the session."""
+    tokenizer_mirrors: tuple[str, ...] = LLAMA3_MIRRORS
+    """Where else the tokenizer of a model with "Llama-3" in its name is looked for."""
     telemetry: bool = True
     """Report errors to the server. Off against a local server unless asked for."""
     extensions: bool = True
@@ -87,18 +104,29 @@ class ClientConfig:
         for name in ("timeout_s", "connect_timeout_s", "heartbeat_interval_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}.")
-        if self.max_retries < 0 or self.max_connections < 1 or self.retry_window_s < 0:
-            raise ConfigError(
-                "max_retries and retry_window_s must be at least 0 and max_connections at least "
-                f"1, got {self.max_retries}, {self.retry_window_s} and {self.max_connections}."
-            )
+        for name, least in (
+            ("max_retries", 0),
+            ("retry_window_s", 0),
+            ("startup_window_s", 0),
+            ("max_connections", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}.")
         if self.log_level is not None and self.log_level.lower() not in _LEVELS:
             raise ConfigError(
                 f"log_level must be one of {', '.join(sorted(_LEVELS))}, got {self.log_level!r}. "
                 "Check TINKER_LOG and TINKEX_LOG."
             )
-        for name in ("headers", "user_metadata"):
-            object.__setattr__(self, name, _frozen(getattr(self, name)))
+        check_headers(self.headers)
+        for pool, most in self.pool_connections.items():
+            if pool not in POOLS or not most >= 1:
+                raise ConfigError(
+                    f"pool_connections takes at least 1 for each of {', '.join(sorted(POOLS))}; "
+                    f"got {pool}={most}."
+                )
+        for name in ("headers", "user_metadata", "pool_connections"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @classmethod
     def from_env(
@@ -115,17 +143,22 @@ class ClientConfig:
         else the embedded local server.
         """
         env = os.environ if env is None else env
+        warn_of_variables(env, _VARIABLES)
         key = api_key or _named(env, "API_KEY")
         command = settings.pop("credential_cmd", None) or _named(env, "CREDENTIAL_CMD")
         url = (base_url or _named(env, "BASE_URL") or "").rstrip("/")
         if not key and not command and url != LOCAL and not is_loopback(url):
             key = load_default_key(env)
+        settings.setdefault("is_private", url == LOCAL)
         url = url or (HOSTED_BASE_URL if key or command else LOCAL)
         if not key and not command and (url == LOCAL or is_loopback(url)):
             key = LOCAL_KEY
         settings = {name: value for name, value in settings.items() if value is not None}
         settings.setdefault("project_id", _named(env, "PROJECT_ID"))
-        settings.setdefault("tags", _tags(env))
+        settings.setdefault("tags", _listed(env, "TAGS"))
+        settings.setdefault("tokenizer_mirrors", _listed(env, "TOKENIZER_MIRRORS"))
+        if not settings["tokenizer_mirrors"]:
+            del settings["tokenizer_mirrors"]
         settings.setdefault("model", env.get("TINKEX_LOCAL_MODEL") or None)
         settings.setdefault("telemetry", _telemetry(env, default=not _is_local(url)))
         settings.setdefault("log_level", _named(env, "LOG"))
@@ -156,6 +189,11 @@ class ClientConfig:
         """True for the embedded server and for any server on this machine."""
         return _is_local(self.base_url)
 
+    @property
+    def console(self) -> str | None:
+        """The root of the server whose console shows what is made here; None: the hosted one."""
+        return None if self.base_url == HOSTED_BASE_URL else self.base_url
+
     def set_up_logging(self) -> None:
         """Honour TINKER_LOG: our log at that level, on stderr unless the program has handlers."""
         if self.log_level is None:
@@ -184,6 +222,13 @@ class ClientConfig:
         return _restored, (type(self), plain)
 
 
+def check_headers(headers: Mapping[str, str]) -> None:
+    """Refuse headers that say how the message is framed, which only the connection knows."""
+    for name in headers:
+        if name.lower() in _FRAMING:
+            raise ConfigError(f"The header {name} is the SDK's own; leave it out.")
+
+
 def _restored(of: type[ClientConfig], state: dict[str, Any]) -> ClientConfig:
     return of(**state)
 
@@ -201,9 +246,10 @@ def _is_local(url: str) -> bool:
     return url == LOCAL or is_loopback(url)
 
 
-def _tags(env: Mapping[str, str]) -> tuple[str, ...]:
-    tags = (tag.strip() for tag in (_named(env, "TAGS") or "").split(","))
-    return tuple(dict.fromkeys(tag for tag in tags if tag))
+def _listed(env: Mapping[str, str], name: str) -> tuple[str, ...]:
+    """A variable of several texts with commas between them, each once."""
+    parts = (part.strip() for part in (_named(env, name) or "").split(","))
+    return tuple(dict.fromkeys(part for part in parts if part))
 
 
 def _telemetry(env: Mapping[str, str], *, default: bool) -> bool:
@@ -232,6 +278,7 @@ _NUMBERS: dict[str, type[int] | type[float]] = {
     "connect_timeout_s": float,
     "max_retries": int,
     "retry_window_s": float,
+    "startup_window_s": float,
     "max_connections": int,
     "heartbeat_interval_s": float,
 }
@@ -248,7 +295,20 @@ def _read_numbers(settings: dict[str, Any], env: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{variable} must be a number, got {env[variable]!r}. Unset it for the default."
             ) from None
-    for name in ("circuit_breaker", "extensions"):
+    for name in _SWITCHES:
         text = env.get(f"TINKEX_CLIENT_{name.upper()}", "").strip().lower()
         if name not in settings and text:
             settings[name] = text not in _OFF
+
+
+_SWITCHES = ("circuit_breaker", "extensions")
+_VARIABLES = {
+    name: name
+    for name in (
+        *("API_KEY", "BASE_URL", "CREDENTIAL_CMD", "PROJECT_ID", "TAGS", "TELEMETRY", "LOG"),
+        *("TOKENIZER_MIRRORS", "HOME", "CACHE", "CONFIG", "DEBUG", "LOCAL_MODEL", "LOCAL_ENGINE"),
+        *(f"CLIENT_{name.upper()}" for name in (*_NUMBERS, *_SWITCHES)),
+    )
+} | {"MODEL": "LOCAL_MODEL", "MODELS": "MODELS", "API_KEYS": "API_KEYS"}
+"""The variables of a client, behind `TINKEX_` or `TINKER_`; one that is often meant; and those of
+servers that look like one of a client."""

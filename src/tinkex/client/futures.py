@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dis
+import functools
+import inspect
 import os
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
 from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tinkex.client.background_loop import background
-from tinkex.errors import ResultTimeoutError, TinkerError
+from tinkex.errors import BlockedLoopError, ResultTimeoutError, TinkerError
 
 T = TypeVar("T")
+
+_NO_STEPS = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +110,7 @@ class APIFuture(concurrent.futures.Future[T]):
             ResultTimeoutError: Nothing came within `timeout` seconds; the request goes on.
         """
         self._check_can_block()
+        _refuse_to_be_awaited(sys._getframe(1))
         try:
             return super().result(timeout)
         except TimeoutError as exc:
@@ -155,7 +162,7 @@ class APIFuture(concurrent.futures.Future[T]):
                 "Make clients in the process that uses them."
             )
         if self._ender is not None and self._ender.is_current:
-            raise TinkerError(
+            raise BlockedLoopError(
                 "result() would block the SDK's own thread: it was called in a callback. "
                 "Await the future, or wait in another thread."
             )
@@ -257,6 +264,32 @@ class APIFuture(concurrent.futures.Future[T]):
 
 
 AwaitableConcurrentFuture = APIFuture
+
+
+def next_step(caller: FrameType) -> dis.Instruction | None:
+    """The next instruction of the code that called, which gets the value."""
+    return _step_after(caller.f_code, caller.f_lasti)
+
+
+# Reading a long function takes milliseconds, and a loop asks from the same place each time.
+@functools.lru_cache(maxsize=256)
+def _step_after(code: CodeType, offset: int) -> dis.Instruction | None:
+    for step in dis.get_instructions(code):
+        if step.offset > offset and step.opname not in _NO_STEPS:
+            return step
+    return None
+
+
+def _refuse_to_be_awaited(caller: FrameType) -> None:
+    """`await future.result()` blocks the loop first, and then awaits what cannot be awaited."""
+    if not caller.f_code.co_flags & inspect.CO_COROUTINE:
+        return
+    step = next_step(caller)
+    if step is not None and step.opname == "GET_AWAITABLE":
+        raise TinkerError(
+            "`await future.result()` waits twice. Write `await future`; or `future.result()`, "
+            "which blocks, outside an event loop."
+        )
 
 
 def spawn(start: Callable[[Waiting], Coroutine[Any, Any, T]]) -> APIFuture[T]:

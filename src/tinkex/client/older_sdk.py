@@ -10,20 +10,31 @@ and tokenizers of other libraries, a program may ask `isinstance` for either kin
 to be raised where the call is made. Code of our own awaits such a call or takes its `result()`.
 
 Outside an event loop such a call waits before it returns, so that an error is raised at the line
-that caused it, where programs catch it. Inside one it returns at once and is awaited.
+that caused it, where programs catch it. Inside one it returns at once and is awaited; so it does
+where `.result(...)` stands right behind it: there the caller says how long to wait.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import logging
+import sys
 from collections.abc import Generator
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tinkex.client.futures import APIFuture, is_in_loop
+from tinkex.client.deprecations import warn_once
+from tinkex.client.futures import APIFuture, is_in_loop, next_step
 
 logger = logging.getLogger("tinkex.futures")
 T = TypeVar("T")
+# Calls whose result is a training or a sampling client, which SDK 0.38 wants asked for.
+_MAKE_CLIENTS = (
+    "create_lora_training_client",
+    "create_training_client",
+    "create_sampling_client",
+    "save_weights_and_get_sampling_client",
+)
 
 
 class DirectFuture(APIFuture[T]):
@@ -42,9 +53,9 @@ class DirectFuture(APIFuture[T]):
 
     @classmethod
     def of(cls, behind: APIFuture[T], name: str, kind: type[T] | None = None) -> Self:
-        """The answer of the method `name`. Waits outside an event loop."""
+        """The answer of the method `name`, called by that. Waits outside an event loop."""
         future = cls(behind, name, kind)
-        if not is_in_loop():
+        if not is_in_loop() and not _is_asked_at_once(_caller()):
             future.result()
         return future
 
@@ -64,6 +75,9 @@ class DirectFuture(APIFuture[T]):
     def _value(self) -> T:
         if self._got is not None:
             return self._got
+        if self._name.startswith(_MAKE_CLIENTS):
+            what = f"Using what {self._name}() gives as the client itself"
+            warn_once(what, "take its .result(), or await it")
         if not self.done() and is_in_loop():
             logger.warning(
                 "What %s() gives is used before it is there, which blocks the running event loop; "
@@ -91,7 +105,13 @@ class DirectFuture(APIFuture[T]):
 
         @property
         def __class__(self) -> type:
-            """The type of the result, which `isinstance` sees beside APIFuture."""
+            """The type of the result, which `isinstance` sees beside APIFuture.
+
+            One that only the result tells is known when that is there: asyncio itself asks, and
+            an `await` must not wait in the loop.
+            """
+            if self._kind is None and not self.done():
+                return DirectFuture
             return self._kind or type(self._value())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +133,32 @@ class DirectFuture(APIFuture[T]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._value().__reduce_ex__(protocol)
+
+
+_CLIENT = "tinkex.client."
+_QUESTIONS = frozenset(
+    "result result_async future coroutine exception status done cancel add_done_callback".split()
+)
+
+
+def _caller() -> FrameType:
+    """The code outside the SDK that made the call."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_CLIENT):
+        frame = frame.f_back
+    return frame
+
+
+def _is_asked_at_once(caller: FrameType) -> bool:
+    """Whether the next thing that the caller does is to ask the answer as one asks a future.
+
+    Only the code that called can tell `f().result(timeout=1)` from `f()`: the one wants its own
+    limit, the other the error at this line.
+    """
+    step = next_step(caller)
+    if step is None or step.opname not in ("LOAD_METHOD", "LOAD_ATTR"):
+        return False
+    return step.argval in _QUESTIONS
 
 
 class BaseModelName(str):

@@ -1,9 +1,10 @@
 """Find and load the tokenizer of a base model.
 
 Order of ids (R25): the server's tokenizer id; else the model's own name, cut at `:` and down to
-`org/model`; else, for Llama 3, the known mirrors. Order of places for each id: a folder of that
-name (absolute, or relative to the working directory), what a Tinkex server on this machine has
-cached, the Hugging Face cache and hub. A tokenizer is loaded once per id and process.
+`org/model`; else, for a name with "Llama-3", the mirrors (`ClientConfig.tokenizer_mirrors`). Order
+of places for each id: a folder of that name (absolute, or relative to the working directory), what
+a Tinkex server on this machine has cached, the Hugging Face cache and hub. A tokenizer is loaded
+once per id and process.
 
 Importing transformers takes seconds, so a model that a Tinkex server here has converted, which
 needs nothing but its tokenizer.json, gets a `LightTokenizer`: it encodes and decodes at once, as
@@ -19,19 +20,17 @@ import logging
 import os
 import re
 import threading
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tinkex.chat.tokenizer import FastTokenizer
+from tinkex.client.config import LLAMA3_MIRRORS
 from tinkex.errors import ModelNotFoundError, NotSupportedError
 
 logger = logging.getLogger("tinkex.tokenizers")
 
-LLAMA3_MIRRORS = (
-    "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
-    "baseten/Meta-Llama-3-tokenizer",
-)
 _QUANTIZED = re.compile(r"-Q\d+$")
 _PRIVATE = ("TML/", "thinkingmachines/")
 _FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -41,19 +40,34 @@ _lock = threading.Lock()
 _loading: dict[str, threading.Lock] = {}
 
 
+class Tokenizer(Protocol):
+    """The calls that every tokenizer has. Those of transformers have more, so all names pass."""
+
+    def encode(self, text: Any, add_special_tokens: bool = ..., **options: Any) -> list[int]: ...
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = ..., **options: Any) -> str: ...
+
+    def __getattr__(self, name: str) -> Any: ...
+
+
 def load_tokenizer(
-    model_name: str, *, tokenizer_id: str | None = None, trust_remote_code: bool = False
-) -> Any:
+    model_name: str,
+    *,
+    tokenizer_id: str | None = None,
+    trust_remote_code: bool = False,
+    mirrors: Sequence[str] = LLAMA3_MIRRORS,
+) -> Tokenizer:
     """The tokenizer of a base model. The first call may download it; later ones are instant.
 
     Args:
+        mirrors: Ids on the hub with the tokenizer of Llama 3, whose own repositories are gated.
         tokenizer_id: What the server says the model uses; wins over the model's name.
         trust_remote_code: Allow tokenizers that bring Python code of their own from the hub.
 
     Raises:
         ModelNotFoundError: It is in none of the places; the message lists them.
     """
-    ids = candidate_ids(model_name, tokenizer_id)
+    ids = candidate_ids(model_name, tokenizer_id, mirrors)
     for name in ids:
         with _lock:
             lock = _loading.setdefault(name, threading.Lock())
@@ -63,7 +77,8 @@ def load_tokenizer(
                 if tokenizer is None:
                     continue
                 _cache[name] = tokenizer
-            return _cache[name]
+            found: Tokenizer = _cache[name]
+            return found
     raise ModelNotFoundError(
         f"No tokenizer for {model_name!r}: tried {', '.join(map(repr, ids))} as a folder, in "
         f"{_model_cache()}, and on the Hugging Face hub. Put its tokenizer.json into a folder "
@@ -71,7 +86,9 @@ def load_tokenizer(
     )
 
 
-def candidate_ids(model_name: str, tokenizer_id: str | None = None) -> list[str]:
+def candidate_ids(
+    model_name: str, tokenizer_id: str | None = None, mirrors: Sequence[str] = LLAMA3_MIRRORS
+) -> list[str]:
     """The ids to try, in order.
 
     Raises:
@@ -79,8 +96,8 @@ def candidate_ids(model_name: str, tokenizer_id: str | None = None) -> list[str]
     """
     name = _cut(model_name)
     own = [_org_and_model(name)] if name else []
-    if own and own[0].startswith("meta-llama/Llama-3"):
-        own += LLAMA3_MIRRORS
+    if own and "llama-3" in own[0].lower():
+        own += mirrors
     if tokenizer_id:
         # A server on another machine may name a folder of its own.
         own = [_cut(tokenizer_id), *own] if _is_path(tokenizer_id) else [_cut(tokenizer_id)]
@@ -150,7 +167,14 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
         return FastTokenizer.from_folder(folder)
     if folder.parent == _model_cache():
         return LightTokenizer.from_folder(folder)
-    return _of_transformers(folder, trust_remote_code)
+    try:
+        return _of_transformers(folder, trust_remote_code)
+    except (ValueError, OSError) as exc:
+        raise ModelNotFoundError(
+            f"The folder {str(folder)!r} has no tokenizer that transformers can load ("
+            f"{str(exc).splitlines()[0].rstrip()}). Put its tokenizer.json there, as "
+            "tokenizer.save_pretrained(folder) writes it."
+        ) from exc
 
 
 def _of_transformers(

@@ -15,6 +15,8 @@ from tinkex.contract.losses import CUSTOM, LOSSES, TARGETS, WEIGHTS, LossFnType,
 from tinkex.contract.optimizers import OPTIMIZERS, read_params
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.settings import is_finite, shown
+from tinkex.contract.teachers import NAME as TEACHER
+from tinkex.contract.teachers import split_config
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.types.account.checkpoints import TYPE_BY_KIND, TinkerPath
 from tinkex.types.fields.bounds import MAX_TTL_S, MIN_TTL_S
@@ -60,8 +62,40 @@ def _check_sendable(key: str, value: Any) -> None:
         )
 
 
-def check_data(data: Sequence[types.Datum], loss_fn: str) -> list[types.Datum]:
-    """The datums as a list; each has what the loss needs, as long as its targets."""
+def with_teacher(
+    config: Mapping[str, float | str] | None, teacher: str | None
+) -> Mapping[str, float | str] | None:
+    """The settings of a loss, with the teacher that a call names."""
+    if teacher is None:
+        return config
+    if TEACHER in (config or {}):
+        raise InvalidInputError("is in loss_fn_config, too; give one of them", path=TEACHER)
+    return {**(config or {}), TEACHER: teacher}
+
+
+def check_teacher(loss_fn: str, config: Mapping[str, Any] | None, honoured: bool) -> bool:
+    """Whether the settings of a loss name a teacher; refuse one that the server would not ask.
+
+    Raises:
+        NotSupportedError: The server has no teachers.
+    """
+    teacher, _ = split_config(loss_fn, config or {})
+    if teacher is not None and not honoured:
+        raise NotSupportedError(
+            f"this server computes no logprobs of a teacher; ask {teacher.name!r} for them with "
+            "compute_logprobs of a sampling client, and give them with the data",
+            path=TEACHER,
+        )
+    return teacher is not None
+
+
+def check_data(
+    data: Sequence[types.Datum], loss_fn: str, *, is_taught: bool = False
+) -> list[types.Datum]:
+    """The datums as a list; each has what the loss needs, as long as its targets.
+
+    `is_taught`: a teacher fills in one input.
+    """
     if isinstance(data, types.Datum | str | Mapping) or not isinstance(data, Iterable):
         raise InvalidInputError(f"expected a list of Datum, got {type(data).__name__}", path="data")
     datums = list(data)
@@ -73,7 +107,7 @@ def check_data(data: Sequence[types.Datum], loss_fn: str) -> list[types.Datum]:
                 f"expected a Datum, got {type(datum).__name__}", path=f"data[{index}]"
             )
         if loss_fn != CUSTOM:
-            _check_datum(datum, loss_fn, f"data[{index}].loss_fn_inputs")
+            _check_datum(datum, loss_fn, f"data[{index}].loss_fn_inputs", is_taught)
     return datums
 
 
@@ -107,10 +141,10 @@ def _is_text(model_input: types.ModelInput) -> bool:
     return all(isinstance(chunk, types.EncodedTextChunk) for chunk in model_input.chunks)
 
 
-def _check_datum(datum: types.Datum, loss_fn: str, path: str) -> None:
+def _check_datum(datum: types.Datum, loss_fn: str, path: str, is_taught: bool) -> None:
     """All inputs that the loss needs; one target per token of the input, one of each per target."""
     inputs = datum.loss_fn_inputs
-    needed = [TARGETS.name, *_needed_elsewhere(loss_fn)]
+    needed = [TARGETS.name, *_needed_elsewhere(loss_fn, is_taught)]
     if missing := [name for name in needed if name not in inputs]:
         raise InvalidInputError(
             f"loss {loss_fn!r} needs {', '.join(missing)}; given: {', '.join(inputs) or 'nothing'}",
@@ -145,9 +179,10 @@ def _check_datum(datum: types.Datum, loss_fn: str, path: str) -> None:
         )
 
 
-def _needed_elsewhere(loss_fn: str) -> list[str]:
+def _needed_elsewhere(loss_fn: str, is_taught: bool) -> list[str]:
     """Inputs that every server needs; a hosted one fills in missing weights."""
     loss = LOSSES.get(loss_fn)
+    loss = loss.taught() if loss is not None and is_taught else loss
     return [each.name for each in loss.needs if each is not WEIGHTS] if loss is not None else []
 
 

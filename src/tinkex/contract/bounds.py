@@ -24,6 +24,9 @@ class Between:
     at_most: Limit = None
     above: Limit = None
     below: Limit = None
+    becomes: str = ""
+    """The unit of `cost.Cost` in which so many of something are asked for; `nothing` for a number
+    that only names, orders, dates or narrows."""
 
     def holds(self, value: float) -> bool:
         """Whether a number is inside. Limits that are names are not looked at."""
@@ -54,6 +57,9 @@ class Between:
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         limits = {_PYDANTIC[word]: limit for word, limit in _limits(self) if _is_number(limit)}
         return {**handler(source), **limits}
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], Any]) -> Any:
+        return handler(schema) | ({"x-becomes": self.becomes} if self.becomes else {})
 
 
 # Asked for at every sample, and always the same.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
@@ -21,8 +21,8 @@ from tinkex.errors import InvalidInputError, NotSupportedError
 class LossFnType(StrEnum):
     """The named losses. A plain string of the same text works wherever one of these does.
 
-    `kl_divergence`, `dppo` and `sapo` are computed by a Tinkex server; the hosted service refuses
-    them.
+    `kl_divergence`, `reverse_kl`, `dppo` and `sapo` are computed by a Tinkex server; the hosted
+    service refuses them.
     """
 
     CROSS_ENTROPY = "cross_entropy"
@@ -35,6 +35,7 @@ class LossFnType(StrEnum):
     SAPO = "sapo"
     STABLE_REINFORCE = "stable_reinforce"
     KL_DIVERGENCE = "kl_divergence"
+    REVERSE_KL = "reverse_kl"
     CUSTOM = "custom"
 
 
@@ -58,6 +59,14 @@ RATIO_MASK = Input(
 )
 
 
+TEACHER_LOGPROBS = Input(
+    "teacher_logprobs", "float32", "t: what a teacher that is named in the loss says of each target"
+)
+
+TeacherUse = Literal["reported", "in place of q", "added to A"]
+"""What a loss does with the logprobs of its teacher."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """The declaration of a loss, on which several parts must agree."""
@@ -77,8 +86,17 @@ class Loss:
     """False: a token's value depends on the whole datum."""
     gates: tuple[Input, ...] = (WEIGHTS,)
     """Inputs whose zero switches a target off: no loss, no gradient."""
+    teacher: TeacherUse = "added to A"
     source: str = ""
     """Where the loss comes from, when it is not textbook knowledge."""
+
+    def taught(self) -> Loss:
+        """The declaration for data of which a teacher fills an input."""
+        filled = {"in place of q": LOGPROBS, "added to A": ADVANTAGES}.get(self.teacher)
+        needs = tuple(each for each in self.needs if each is not filled)
+        # The advantage of a teacher is added to the rewards' own, where there are any.
+        own = (ADVANTAGES,) if filled is ADVANTAGES else ()
+        return replace(self, needs=needs, takes=(*own, *self.takes))
 
     @property
     def inputs(self) -> tuple[Input, ...]:
@@ -111,6 +129,7 @@ _DECLARED = (
         needs=(WEIGHTS,),
         takes=(LOGPROBS,),
         soft_targets=True,
+        teacher="reported",
     ),
     Loss(
         name="importance_sampling",
@@ -173,6 +192,14 @@ _DECLARED = (
         says="`exp(q - logp) - (q - logp) - 1`; with 2-D targets `exp(q) * (q - logp)`",
         needs=(LOGPROBS,),
         soft_targets=True,
+        teacher="in place of q",
+    ),
+    Loss(
+        name="reverse_kl",
+        says="`(logp - q)^2 / 2`, whose gradient over samples of the policy is that of the KL to q",
+        needs=(LOGPROBS,),
+        teacher="in place of q",
+        source="http://joschu.net/blog/kl-approx.html",
     ),
 )
 LOSSES: Mapping[str, Loss] = {loss.name: loss for loss in _DECLARED}

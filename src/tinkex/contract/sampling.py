@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 from tinkex.contract.bounds import Between, TokenNumbers
+from tinkex.contract.cost import RESULT, Cost
 from tinkex.contract.settings import read_all, settings_of, shown
 from tinkex.errors import InvalidInputError, NotSupportedError
 
@@ -22,32 +23,33 @@ EMPTY_LOGPROB = -99999.0
 
 MaxTokens: TypeAlias = Annotated[
     int,
-    Between(0, _INT32),
+    Between(0, _INT32, becomes="result_bytes"),
     "Most tokens to generate; 0 only scores the prompt. None: until a stop, at most the context "
     "that is left.",
 ]
 Seed: TypeAlias = Annotated[
     int,
-    Between(-(2**63), 2**64 - 1),
+    Between(-(2**63), 2**64 - 1, becomes="nothing"),
     "Sample i depends on (seed, i) only, whatever else is in the batch. None: a fresh one.",
 ]
 Temperature: TypeAlias = Annotated[
     float, Between(0, 1e6), "The logits are divided by it; 0 takes the likeliest token."
 ]
 TopK: TypeAlias = Annotated[
-    int, Between(-1, _INT32), "Only the k likeliest tokens are drawn. -1 or 0: off."
+    int,
+    Between(-1, _INT32, becomes="nothing"),
+    "Only the k likeliest tokens are drawn. -1 or 0: off.",
 ]
 TopP: TypeAlias = Annotated[
     float,
     Between(above=0, at_most=1),
-    "Only the likeliest tokens that together hold this much of what top_k leaves are drawn. "
-    "1: off.",
+    "Keeps the fewest likeliest tokens whose probabilities, after top_k, add up to this. 1: off.",
 ]
 MinP: TypeAlias = Annotated[
     float,
     Between(0, 1),
-    "Of what top_k and top_p leave, only tokens at least this many times as likely as the "
-    "likeliest are drawn. None or 0: off.",
+    "Drops tokens less likely than this times the likeliest one, after top_k and top_p. "
+    "None or 0: off.",
 ]
 LogitBias: TypeAlias = Annotated[
     dict[int, float],
@@ -80,10 +82,15 @@ EXTENSIONS = tuple(
 them off the wire; a server announces those it honours, because others would ignore them."""
 
 
-NumSamples: TypeAlias = Annotated[int, Between(1, 4096), "Samples of the one prompt."]
-NumLikeliest: TypeAlias = Annotated[int, Between(0, 1024)]
+NumSamples: TypeAlias = Annotated[
+    int, Between(1, 4096, becomes="result_bytes"), "Samples of the one prompt."
+]
+NumLikeliest: TypeAlias = Annotated[int, Between(0, 1024, becomes="result_bytes")]
+NumAlternatives: TypeAlias = Annotated[int, Between(0, 1024, becomes="draws")]
 LastN: TypeAlias = Annotated[
-    int, Between(1, _INT32), "Score only the last n tokens of the prompt. None: all."
+    int,
+    Between(1, _INT32, becomes="nothing"),
+    "Score only the last n tokens of the prompt. None: all.",
 ]
 
 
@@ -101,7 +108,7 @@ class SampleOptions:
         NumLikeliest, "Also the k likeliest tokens at each sampled token."
     ] = 0
     prompt_alt_tokens_k: Annotated[
-        NumLikeliest, "Draw k other tokens at each place of the prompt."
+        NumAlternatives, "Draw k other tokens at each place of the prompt."
     ] = 0
     routed_experts: Annotated[
         bool, Between(), "Of a mixture: also the experts that each token passed."
@@ -138,6 +145,20 @@ def check_vocabulary(draw: DrawSettings, vocab_size: int, path: str = "") -> Non
                 f"token {last} is outside the vocabulary 0..{vocab_size - 1}",
                 path=f"{path}.{name}" if path else name,
             )
+
+
+def check_draws(options: SampleOptions, num_tokens: int) -> None:
+    """Refuse more draws at the places of a prompt than others can wait for.
+
+    Each reads a row of the vocabulary, and those of a whole stretch of the prompt are one pass.
+    """
+    asked = Cost(draws=options.prompt_alt_tokens_k * (num_tokens - 1))
+    if exceeded := RESULT.exceeded(asked):
+        raise InvalidInputError(
+            f"{options.prompt_alt_tokens_k} at each place of {num_tokens} tokens are {exceeded}; "
+            "ask for fewer, or shorten the prompt",
+            path="prompt_alt_tokens_k",
+        )
 
 
 def check_honoured(params: Any, honoured: str) -> None:

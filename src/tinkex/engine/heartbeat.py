@@ -40,8 +40,8 @@ class Activity(NamedTuple):
     is_loading: bool = False
     """It loads a base model, which takes as long as it takes."""
     job_ids: tuple[str, ...] = ()
-    """Of what it works on, and of what that came in the middle of; none while it samples, where
-    many share a step."""
+    """Of what it works on, and of what that came in the middle of; none in a step of sampling that
+    many share."""
     num_heartbeats: int = 0
     """Counted by a thread beside the engine's: its process is alive, and lets others run."""
     held_bytes: tuple[int, ...] = (0,) * len(KINDS)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,6 +171,16 @@ class TrainJob(AdapterJob):
     """No other job shares its passes, because an engine died with it before."""
 
 
+class DeviceTurn(NamedTuple):
+    """A stretch of time in which the device worked for a job, in seconds of the epoch."""
+
+    name: str
+    began_at: float
+    ended_at: float
+    size: int
+    """Tokens of a pass or of a prompt; steps of a decode."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
     outputs: tuple[Mapping[str, Array], ...]
@@ -180,6 +190,8 @@ class TrainResult:
     num_tokens: int
     tally: Tally = field(default_factory=Tally)
     """What the metrics are made of, to be joined with those of other parts."""
+    turns: tuple[DeviceTurn, ...] = ()
+    """Its passes, which it may share with other jobs. Many short ones are told as one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +301,8 @@ class SampleJob(Job, SampleOptions, DrawSettings):
     """Whose it is: places are shared between tenants, cached prompts are not."""
     first_sample: int = 0
     """Where its samples start among those of a larger job: sample i draws as number i + this."""
+    alone: bool = False
+    """No other job shares its passes, because an engine died with it before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +339,8 @@ class SampleResult:
     num_sampled_tokens: int = 0
     device_seconds: float = 0.0
     """Its share of the passes it was in."""
+    turns: tuple[DeviceTurn, ...] = ()
+    """Its prompt, then the tokens that were drawn; both in the company of other samples."""
 
 
 # ------------------------------------------------------------------------------------ models

@@ -227,7 +227,10 @@ def _write_weights(source: Path, output: Path, deltas: _Deltas) -> bool:
                 tensors[name] = deltas.merged(name, base)
                 if name in _EMBEDDINGS and untie:
                     tensors[_HEAD] = deltas.add(_HEAD, base.clone())
+        (output / shard.name).touch()  # for its mode, which follows the umask
+        mode = (output / shard.name).stat().st_mode
         save_file(tensors, output / shard.name, metadata={"format": "pt"})
+        (output / shard.name).chmod(mode)  # safetensors writes files for their owner alone
         index |= dict.fromkeys(tensors, shard.name)
     if len(set(index.values())) > 1:
         size = sum(shard.stat().st_size for shard in output.glob("*.safetensors"))

@@ -10,15 +10,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from tinkex.errors import ConfigError
-from tinkex.recipes.loop import save
 from tinkex.runs import json_lines
-from tinkex.runs.run_log import RunLog
-
-if TYPE_CHECKING:
-    from tinkex import TrainingClient
+from tinkex.runs.run_log import RunLog, SavedStep
 
 __all__ = ["Best", "Watch"]
 
@@ -34,6 +30,12 @@ class Best:
     value: float
     state_path: str = ""
     sampler_path: str = ""
+
+
+class SaveStep(Protocol):
+    """Saves the weights after so many steps."""
+
+    def __call__(self, step: int, *, for_sampler: bool) -> SavedStep: ...
 
 
 class Watch:
@@ -66,14 +68,14 @@ class Watch:
         after = self.best.step if self.best else 0
         self._waited = sum(record["step"] > after for record in values)
 
-    def see(self, training: TrainingClient, step: int, metrics: Mapping[str, float]) -> bool:
+    def see(self, save: SaveStep, step: int, metrics: Mapping[str, float]) -> bool:
         """Note an evaluation after `step` steps. True: the run should end here."""
         value = metrics[self._metric]
         if self._is_better(value):
             self._waited = 0
             paths: dict[str, Any] = {}
             if self._keep:
-                saved = save(training, self._log, step, for_sampler=True)
+                saved = save(step, for_sampler=True)
                 paths = {"state_path": saved.state_path, "sampler_path": saved.sampler_path or ""}
             self.best = Best(step=step, value=value, **paths)
             # After the save: a crash in between leaves a checkpoint too many, no line without one.

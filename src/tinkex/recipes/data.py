@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any, Generic, TypeVar
 from tinkex.errors import InvalidInputError
 
 __all__ = [
+    "CHAT_FORMS",
     "BadRow",
     "Conversation",
     "Loaded",
@@ -44,8 +46,10 @@ class BadRow:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
     line: int
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
     """Ends with the assistant."""
+    text: str = ""
+    """Plain text instead of messages: learned as it is, without a chat template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,14 +80,28 @@ class Loaded(Generic[T]):
     def report(self, limit: int = 10) -> str:
         """A few lines for a person: how many rows are usable and why the others are not."""
         lines = [f"{self.source}: {len(self.rows)} usable rows, {len(self.bad)} not usable"]
-        lines += [f"  line {bad.line}: {bad.reason}" for bad in self.bad[:limit]]
-        if len(self.bad) > limit:
-            lines.append(f"  ... and {len(self.bad) - limit} more")
+        kinds: dict[str, list[BadRow]] = {}
+        for bad in self.bad:  # Reasons that differ in their numbers only are of one kind.
+            kinds.setdefault(re.sub(r"\d+", "0", bad.reason), []).append(bad)
+        lines += [_reported(rows) for rows in list(kinds.values())[:limit]]
+        if len(kinds) > limit:
+            more = sum(map(len, list(kinds.values())[limit:]))
+            lines.append(f"  ... and {more} more, for other reasons")
         return "\n".join(lines)
 
 
+def _reported(rows: Sequence[BadRow]) -> str:
+    """A line for rows that are not usable for the same kind of reason."""
+    if len(rows) == 1:
+        return f"  line {rows[0].line}: {rows[0].reason}"
+    shown = ", ".join(str(bad.line) for bad in rows[:5])
+    more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+    such = "" if len({bad.reason for bad in rows}) == 1 else "such as: "
+    return f"  lines {shown}{more}: {such}{rows[0].reason}"
+
+
 def load_conversations(source: str | Path) -> Loaded[Conversation]:
-    """Rows with `messages`, or with `prompt` and `completion`."""
+    """Rows in any form of `CHAT_FORMS`, or with plain `text`."""
     return _load(source, _conversation)
 
 
@@ -93,7 +111,7 @@ def load_preferences(source: str | Path) -> Loaded[Preference]:
 
 
 def load_prompts(source: str | Path | Iterable[Mapping[str, Any]]) -> Loaded[Prompt]:
-    """Rows with `prompt` or `messages`; all other fields reach the reward function."""
+    """Rows with `prompt`, `messages` or `instruction`; all fields reach the reward function."""
     if isinstance(source, str | Path):
         return _load(source, _prompt)
     return _parse("prompts", enumerate(source, 1), _prompt)
@@ -103,14 +121,13 @@ def load_prompts(source: str | Path | Iterable[Mapping[str, Any]]) -> Loaded[Pro
 
 
 def _conversation(line: int, row: Mapping[str, Any]) -> Conversation:
-    if "messages" in row:
-        messages = _messages(row["messages"], "messages")
-    elif "prompt" in row and "completion" in row:
-        messages = _prompt_messages(row["prompt"]) + (
-            {"role": "assistant", "content": _answer(row["completion"], "completion")},
-        )
-    else:
-        raise _wrong(f"needs 'messages', or 'prompt' and 'completion'; has {_names(row)}")
+    form = next((form for form in CHAT_FORMS if all(name in row for name in form)), None)
+    if form is None and "text" in row:
+        return Conversation(line=line, text=_text(row["text"], "text"))
+    if form is None:
+        forms = ", ".join(" and ".join(f"'{name}'" for name in form) for form in CHAT_FORMS)
+        raise _wrong(f"needs {forms}, or 'text'; has {_names(row)}")
+    messages = CHAT_FORMS[form](row)
     if messages[-1]["role"] != "assistant":
         raise _wrong(
             f"ends with '{messages[-1]['role']}'; the last message must be the assistant's"
@@ -120,17 +137,102 @@ def _conversation(line: int, row: Mapping[str, Any]) -> Conversation:
     return Conversation(line=line, messages=messages)
 
 
+def _completed(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    prompt, completion = _prompt_messages(row["prompt"]), row["completion"]
+    if not isinstance(completion, list):
+        return (*prompt, {"role": "assistant", "content": _text(completion, "completion")})
+    said = _messages(completion, "completion")
+    if said[0]["role"] != "assistant":
+        raise _wrong(f"'completion' must begin with the assistant, got '{said[0]['role']}'")
+    return (*prompt, *said)
+
+
+def _alpaca(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    answer = _text(row["output"], "output")
+    return (*_instruction(row), {"role": "assistant", "content": answer})
+
+
+def _instruction(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """`instruction`, with what it is about (`input`) below it, where there is any."""
+    asked = _text(row["instruction"], "instruction")
+    if row.get("input"):
+        asked = f"{asked}\n\n{_text(row['input'], 'input')}"
+    return (*_system(row), {"role": "user", "content": asked})
+
+
+def _system(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    if not row.get("system"):
+        return ()
+    return ({"role": "system", "content": _text(row["system"], "system")},)
+
+
+_SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+"""Who speaks in ShareGPT's files, by the role that chat templates know."""
+
+
+def _sharegpt(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    turns = row["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise _wrong(f"'conversations' must be a list of turns, got {_shown(turns)}")
+    if all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        return _with_system(row, _messages(turns, "conversations"))
+    messages = []
+    for index, turn in enumerate(turns):
+        where = f"conversations[{index}]"
+        if not isinstance(turn, dict):
+            raise _wrong(f"'{where}' must be an object with from and value, got {_shown(turn)}")
+        speaker = turn.get("from")
+        if speaker not in _SPEAKERS:
+            raise _wrong(
+                f"'{where}.from' must be one of {', '.join(_SPEAKERS)}, got {_shown(speaker)}"
+            )
+        text = _text(turn.get("value"), f"{where}.value")
+        messages.append({"role": _SPEAKERS[speaker], "content": text})
+    return _with_system(row, messages)
+
+
+def _with_system(row: Mapping[str, Any], turns: Sequence[Message]) -> tuple[Message, ...]:
+    """The turns with the row's system message before them; of two, it is not known which counts."""
+    messages = (*_system(row), *turns)
+    places = [index for index, message in enumerate(messages) if message["role"] == "system"]
+    if places not in ([], [0]):
+        raise _wrong(
+            f"has {len(places)} system messages, or one that is not the first; keep one, as "
+            "'system' or as the first turn"
+        )
+    return messages
+
+
+CHAT_FORMS: Mapping[tuple[str, ...], Callable[[Mapping[str, Any]], tuple[Message, ...]]] = {
+    ("messages",): lambda row: _messages(row["messages"], "messages"),
+    ("conversations",): _sharegpt,
+    ("prompt", "completion"): _completed,
+    ("instruction", "output"): _alpaca,
+}
+"""Fields of a row that is a conversation, and how it is read; the first that is there counts."""
+
+
 def _preference(line: int, row: Mapping[str, Any]) -> Preference:
     if missing := [name for name in ("chosen", "rejected") if name not in row]:
         raise _wrong(f"needs 'chosen' and 'rejected'; '{missing[0]}' is missing, has {_names(row)}")
+    asked = {name: _asked(row[name], name) for name in ("chosen", "rejected")}
     if "prompt" in row:
         prompt = _prompt_messages(row["prompt"])
     elif isinstance(row["chosen"], list):
-        prompt = _messages(row["chosen"], "chosen")[:-1]
+        prompt = asked["chosen"]
     else:
         raise _wrong("needs 'prompt' when 'chosen' is text")
     if not prompt or prompt[-1]["role"] == "assistant":
         raise _wrong("the prompt must end with the user's message")
+    for name, before in asked.items():
+        if before and before != prompt:
+            other = "'prompt'" if "prompt" in row else "'chosen'"
+            raise _wrong(f"'{name}' answers another prompt than {other}; both must answer one")
     chosen, rejected = (_answer(row[name], name) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise _wrong("'chosen' and 'rejected' are the same")
@@ -142,8 +244,10 @@ def _prompt(line: int, row: Mapping[str, Any]) -> Prompt:
         messages = _messages(row["messages"], "messages")
     elif "prompt" in row:
         messages = _prompt_messages(row["prompt"])
+    elif "instruction" in row:
+        messages = _instruction(row)
     else:
-        raise _wrong(f"needs 'prompt' or 'messages'; has {_names(row)}")
+        raise _wrong(f"needs 'prompt', 'messages' or 'instruction'; has {_names(row)}")
     if messages[-1]["role"] == "assistant":
         raise _wrong("ends with the assistant; there is nothing left to answer")
     return Prompt(line=line, messages=messages, row=dict(row))
@@ -155,6 +259,11 @@ def _prompt_messages(value: Any) -> tuple[Message, ...]:
     if not isinstance(value, list):
         raise _wrong(f"'prompt' must be text or a list of messages, got {_shown(value)}")
     return _messages(value, "prompt")
+
+
+def _asked(value: Any, name: str) -> tuple[Message, ...]:
+    """The messages before an answer; none where the answer stands alone."""
+    return _messages(value, name)[:-1] if isinstance(value, list) else ()
 
 
 def _answer(value: Any, name: str) -> str:
@@ -180,9 +289,22 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
                 f"'{where}.role' must be system, user, assistant or tool, "
                 f"got {_shown(item.get('role'))}"
             )
-        content = _text(item.get("content"), f"{where}.content")
+        if item.get("tool_calls"):
+            raise _wrong(
+                f"'{where}.tool_calls' would be left out: recipes train on text. Write the call "
+                "into 'content', as the model should say it"
+            )
+        content = _text(_joined(item.get("content")), f"{where}.content")
         messages.append({"role": item["role"], "content": content})
     return tuple(messages)
+
+
+def _joined(content: Any) -> Any:
+    """Content as text: chat APIs also write it as a list of parts, of which we know texts."""
+    is_parts = isinstance(content, list) and content
+    if is_parts and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return content
 
 
 def _text(value: Any, name: str) -> str:

@@ -3,40 +3,35 @@
 Copy this file and change it. The student samples answers; the teacher, a model or a checkpoint of
 the same server with the same tokens, scores them. A token's advantage is how much likelier it is
 for the teacher than for the student, so the student learns where it goes wrong by itself. The mean
-of it is minus the KL from student to teacher, which is what falls.
+of it is minus the KL from student to teacher, which is what falls. A server that takes a teacher
+with a loss scores the answers right before the pass; others are asked in a call of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from tinkex import AdamParams, Datum, SamplingClient, ServiceClient
+from tinkex import Datum, SamplingClient, ServiceClient, TrainingClient
 from tinkex.errors import ConfigError
+from tinkex.recipes.batches import Rows, batch_at, parts_of
 from tinkex.recipes.data import load_prompts
 from tinkex.recipes.episodes import Episode, Player, Question, as_task
-from tinkex.recipes.loop import (
-    OnNote,
-    OnStep,
-    Result,
-    Run,
-    RunOptions,
-    Schedule,
-    batch_at,
-    check_positive,
-    finished,
-    open_log,
-    print_step,
-    sampler_of,
-)
+from tinkex.recipes.hooks import Hooks, OnEval, OnNote, OnSave, OnStep, print_step
+from tinkex.recipes.learning_rate import Schedule
+from tinkex.recipes.loop import Result, begin, grad_norm, sampler_of
+from tinkex.recipes.options import RunOptions, check_positive, fixed_length
 from tinkex.recipes.render import Renderer
 from tinkex.recipes.rl import (
     datum_of,
+    episodes_of,
     mean_gap,
     measure_gaps,
     question_of,
+    read_gaps,
     sampling_seed,
+    taught_datum,
     to_look_at,
 )
 from tinkex.recipes.rollouts import RolloutLog
@@ -55,7 +50,7 @@ PICTURE = (PANELS, "Distillation", "kl.png")
 class DistillConfig(RunOptions):
     teacher: str
     """Base model, or the `tinker://` path of a checkpoint, on the same server."""
-    learning_rate: float = 5e-4
+    learning_rate: float | Literal["auto"] = 5e-4
     schedule: Schedule = "constant"
     steps: int = 40
     prompts_per_step: int = 8
@@ -64,6 +59,8 @@ class DistillConfig(RunOptions):
     temperature: float = 1.0
     eval_every: int = 10
     save_every: int = 20
+
+    AUTO_SHARE: ClassVar[float] = 0.5
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)
@@ -79,14 +76,16 @@ def train(
     prompts: str | Iterable[Mapping[str, Any]],
     on_step: OnStep = print_step,
     on_note: OnNote = print,
+    on_eval: OnEval | None = None,
+    on_save: OnSave | None = None,
 ) -> Result:
     """Run, or resume, one distillation. Ctrl-C ends it after the current step, checkpointed."""
-    loaded = load_prompts(prompts)
-    log = open_log(config, may_change=["steps"] if config.schedule == "constant" else [])
-    if (ended := finished(service, log, on_note)) is not None:
-        return ended
+    rows = Rows.of(config, load_prompts, prompts)
+    hooks = Hooks.of(on_step, on_note, on_eval, on_save)
+    run = begin(service, config, hooks, may_change=[] if fixed_length(config) else ["steps"])
+    if isinstance(run, Result):
+        return run
     teacher = sampler_of(service, config.teacher)
-    run = Run(service, log, config, on_step, on_note)
     check_tokens(run.renderer, teacher)
     player = Player(
         task=as_task(lambda answer, row: 0.0),  # the teacher judges later, token by token
@@ -95,7 +94,7 @@ def train(
         temperature=config.temperature,
     )
     questions, held_out = run.split(
-        loaded, lambda row: question_of(row, player.task, run.renderer), at_most=32
+        rows, lambda row: question_of(row, player.task, run.renderer), at_most=32
     )
     rollouts = RolloutLog(config.log_dir, start_step=run.start)
 
@@ -104,27 +103,35 @@ def train(
 
     with run.steps(config.steps, evaluate if held_out else None) as steps:
         for step in steps:
-            batch = batch_at(questions, config.prompts_per_step, step, config.seed)
-            groups = player.play(
-                run.policy(step),
-                batch,
-                copies=config.samples_per_prompt,
-                seed=sampling_seed(config.seed, step),
-            )
-            episodes = [episode for group in groups for episode in group]
-            judge(teacher, episodes)
+            size = config.prompts_per_step * config.accumulate
+            batch = batch_at(questions, size, step, config.seed)
+            copies, seed = config.samples_per_prompt, sampling_seed(config.seed, step)
+            groups = player.play(run.policy(step), batch, copies=copies, seed=seed)
+            episodes = episodes_of(groups)
+            if is_taught_there(run.training, config):
+                data = [taught_datum(episode) for episode in episodes if episode.num_sampled]
+                named = {"teacher": config.teacher}
+            else:
+                measure_gaps(teacher, episodes)
+                data, named = list(distill_data(episodes)), None
+            passes = [
+                run.training.forward_backward(part, "importance_sampling", named)
+                for part in parts_of(data, config.accumulate)
+            ]
+            optim_step = run.training.optim_step(run.optimizer(step))
+            outputs = [output for one in passes for output in one.result().loss_fn_outputs]
+            if named is not None:
+                read_gaps(episodes, outputs)
+            judge(episodes)
             rollouts.write(to_look_at(groups, run.renderer, step))
 
-            data = list(distill_data(episodes))
-            forward_backward = run.training.forward_backward(data, "importance_sampling")
-            rate = run.learning_rate(step)
-            optim_step = run.training.optim_step(AdamParams(learning_rate=rate))
-            forward_backward.result()
-            optim_step.result()
-
             num_tokens = sum(episode.num_sampled for episode in episodes)
-            kl, answer_tokens = mean_gap(episodes), num_tokens / len(episodes)
-            metrics = {**run.evaluated, "kl": kl, "answer_tokens": answer_tokens}
+            metrics = {
+                "kl": mean_gap(episodes),
+                "answer_tokens": num_tokens / len(episodes),
+                **grad_norm(optim_step.result()),
+                **run.evaluated,
+            }
             run.report(step, metrics, num_tokens)
     return run.result(PICTURE)
 
@@ -141,9 +148,13 @@ def check_tokens(renderer: Renderer, teacher: SamplingClient) -> None:
         )
 
 
-def judge(teacher: SamplingClient, episodes: Sequence[Episode]) -> None:
-    """Score every token; the reward of an answer is minus its KL to the teacher, per token."""
-    measure_gaps(teacher, episodes)
+def is_taught_there(training: TrainingClient, config: DistillConfig) -> bool:
+    """Whether the server scores the answers: in one pass, whose mean is that of all of them."""
+    return training.has_teachers and config.accumulate == 1
+
+
+def judge(episodes: Sequence[Episode]) -> None:
+    """The reward of an answer is minus its KL to the teacher, per token."""
     for episode in episodes:
         episode.reward = -mean_gap([episode])
 

@@ -1,12 +1,6 @@
 """Conversations that are sampled to learn from: one answer, or several turns with an environment.
 
-A task is a reward function or an environment. A reward function judges one answer; written with
-`async def` all answers of a step are judged at the same time, and with the parameters `completions`
-and `rows` it gets them all in one call:
-
-    def reward(completion: str, row: dict) -> float: ...
-    async def reward(completion: str, row: dict) -> float: ...
-    def reward(completions: list[str], rows: list[dict]) -> list[float]: ...
+A task is a reward function, several with weights (`rewards.py`), or an environment.
 
 An environment is a class. It is made with the row, `start` gives the first message or messages, and
 `step` gets the model's answer and returns a `Turn`. A turn with a reply goes on, one without ends
@@ -23,13 +17,11 @@ learned. Knows sampling clients and texts; gradients and loops are `rl.py`'s bus
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,11 +31,10 @@ from tinkex.contract.routing import NOT_RECORDED
 from tinkex.errors import ConfigError, InvalidInputError
 from tinkex.recipes.data import Message
 from tinkex.recipes.render import Renderer
+from tinkex.recipes.rewards import JudgedAnswer, Rewards, Row, as_rewards, each, finite, told
 
 __all__ = ["Environment", "Episode", "Player", "Question", "Task", "Turn", "as_task"]
 
-Row: TypeAlias = Mapping[str, Any]
-Reward: TypeAlias = Callable[..., Any]
 T = TypeVar("T")
 
 
@@ -54,6 +45,8 @@ class Turn:
     reward: float = 0.0
     reply: str | Sequence[Message] | None = None
     """Text of the user, or messages, such as one with the role `tool`."""
+    parts: Mapping[str, float] = field(default_factory=dict, repr=False)
+    """What the reward is made of, by name: the mean of each is reported."""
 
 
 class Environment(Protocol):
@@ -87,6 +80,8 @@ class Episode:
     """One per token; 0 where the model did not speak."""
     is_sampled: list[bool]
     reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    """What the reward is made of, where it has several parts."""
     answers: list[str] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     environment: Any = None
@@ -138,6 +133,12 @@ class Task(Protocol):
     """Begins episodes and judges answers, all of a turn at once."""
 
     max_turns: int
+    name: str
+    """What judges the answers, in a few words."""
+
+    def check(self, columns: Collection[str]) -> None:
+        """Refuse rows of these columns, where what judges them wants others."""
+        ...
 
     def begin(self, question: Question) -> Any:
         """The environment of one episode; None where there is none."""
@@ -147,46 +148,41 @@ class Task(Protocol):
 
 
 class RewardTask:
-    """Episodes of one answer, judged by a function."""
+    """Episodes of one answer, judged by one reward function or the weighted sum of several."""
 
     max_turns = 1
 
-    def __init__(self, reward: Reward) -> None:
-        self._reward = reward
-        self._is_batched = "completions" in inspect.signature(reward).parameters
+    def __init__(self, rewards: Rewards) -> None:
+        self._functions = as_rewards(rewards)
+        self.name = told(self._functions)
+
+    def check(self, columns: Collection[str]) -> None:
+        for function in self._functions:
+            function.check(columns)
 
     def begin(self, question: Question) -> None:
         return None
 
     def judge(self, episodes: Sequence[Episode], answers: Sequence[str]) -> list[Turn]:
-        if self._is_batched:
-            rewards = self._all_at_once(episodes, answers)
-        else:
-            rewards = _each(
-                episodes,
-                answers,
-                lambda episode, answer: self._reward(answer, episode.question.row),
-                "the reward function failed",
-            )
+        judged = _answers(episodes, answers)
+        by_function = [function.rewards(judged) for function in self._functions]
         return [
-            Turn(reward=_finite(value, episode, answer))
-            for value, episode, answer in zip(rewards, episodes, answers, strict=True)
+            self._turn(answer, values)
+            for answer, values in zip(judged, zip(*by_function, strict=True), strict=True)
         ]
 
-    def _all_at_once(self, episodes: Sequence[Episode], answers: Sequence[str]) -> list[Any]:
-        try:
-            rewards = self._reward(list(answers), [episode.question.row for episode in episodes])
-            values = list(_finished(rewards) if inspect.isawaitable(rewards) else rewards)
-        except Exception as exc:
-            raise InvalidInputError(
-                f"the reward function failed on a batch of {len(answers)} answers: "
-                f"{type(exc).__name__}: {exc}"
-            ) from exc
-        if len(values) != len(answers):
-            raise InvalidInputError(
-                f"the reward function returned {len(values)} rewards for {len(answers)} answers"
-            )
-        return values
+    def _turn(self, answer: JudgedAnswer, values: Sequence[float | None]) -> Turn:
+        # None says that a function does not apply to this answer; one of them must.
+        applied = [
+            (function, value)
+            for function, value in zip(self._functions, values, strict=True)
+            if value is not None
+        ]
+        if not applied:
+            finite(None, answer)
+        parts = {function.name: value for function, value in applied}
+        reward = sum(function.weight * value for function, value in applied)
+        return Turn(reward=reward, parts=parts if len(self._functions) > 1 else {})
 
 
 class EnvironmentTask:
@@ -195,6 +191,10 @@ class EnvironmentTask:
     def __init__(self, make: Callable[[Row], Environment], max_turns: int = 16) -> None:
         self._make = make
         self.max_turns = max_turns
+        self.name = str(getattr(make, "__name__", type(make).__name__))
+
+    def check(self, columns: Collection[str]) -> None:
+        return None  # It is given whole rows.
 
     def begin(self, question: Question) -> Environment:
         try:
@@ -206,24 +206,24 @@ class EnvironmentTask:
             ) from exc
 
     def judge(self, episodes: Sequence[Episode], answers: Sequence[str]) -> list[Turn]:
-        turns = _each(
-            episodes,
-            answers,
-            lambda episode, answer: episode.environment.step(answer),
-            "the environment failed",
-        )
-        for turn, episode, answer in zip(turns, episodes, answers, strict=True):
+        judged = _answers(episodes, answers)
+        steps = [
+            partial(episode.environment.step, answer)
+            for episode, answer in zip(episodes, answers, strict=True)
+        ]
+        turns = each(judged, steps, "the environment failed")
+        for turn, answer in zip(turns, judged, strict=True):
             if not isinstance(turn, Turn):
                 raise InvalidInputError(
                     f"step() must return a Turn, got {type(turn).__name__} (prompt "
-                    f"{episode.question.line}). Import it from tinkex.recipes.episodes."
+                    f"{answer.line}). Import it from tinkex.recipes.episodes."
                 )
-            _finite(turn.reward, episode, answer)
+            finite(turn.reward, answer)
         return turns
 
 
-def as_task(judge: Any, *, max_turns: int = 16) -> Task:
-    """A task of a reward function, or of an environment's class."""
+def as_task(judge: Rewards, *, max_turns: int = 16) -> Task:
+    """A task of a reward function, of several with weights, or of an environment's class."""
     if inspect.isclass(judge):
         missing = [name for name in ("start", "step") if not callable(getattr(judge, name, None))]
         if missing:
@@ -233,73 +233,25 @@ def as_task(judge: Any, *, max_turns: int = 16) -> Task:
     return RewardTask(judge)
 
 
+def _answers(episodes: Sequence[Episode], texts: Sequence[str]) -> list[JudgedAnswer]:
+    return [
+        JudgedAnswer(
+            text=text,
+            row=episode.question.row,
+            line=episode.question.line,
+            tokens=episode.said,
+            messages=episode.question.messages,
+        )
+        for episode, text in zip(episodes, texts, strict=True)
+    ]
+
+
 def first_messages(environment: Environment) -> tuple[Message, ...]:
     return _messages(environment.start())
 
 
 def _messages(said: str | Sequence[Message]) -> tuple[Message, ...]:
     return ({"role": "user", "content": said},) if isinstance(said, str) else tuple(said)
-
-
-def _each(
-    episodes: Sequence[Episode],
-    answers: Sequence[str],
-    call: Callable[[Episode, str], Any],
-    failed: str,
-) -> list[Any]:
-    """Call a function once per episode. Awaitable results run together; a failure names its row."""
-
-    def error(episode: Episode, answer: str, exc: Exception) -> InvalidInputError:
-        return InvalidInputError(
-            f"{failed} on prompt {episode.question.line} with the answer {answer[:80]!r}: "
-            f"{type(exc).__name__}: {exc}"
-        )
-
-    results: list[Any] = []
-    for episode, answer in zip(episodes, answers, strict=True):
-        try:
-            results.append(call(episode, answer))
-        except Exception as exc:
-            raise error(episode, answer, exc) from exc
-    waiting = [index for index, result in enumerate(results) if inspect.isawaitable(result)]
-    if waiting:
-        ended = _finished(_gathered([results[index] for index in waiting]))
-        for index, value in zip(waiting, ended, strict=True):
-            if isinstance(value, Exception):
-                raise error(episodes[index], answers[index], value) from value
-            results[index] = value
-    return results
-
-
-async def _gathered(waiting: Sequence[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*waiting, return_exceptions=True)
-
-
-async def _awaited(waiting: Awaitable[T]) -> T:
-    return await waiting
-
-
-def _finished(waiting: Awaitable[T] | Coroutine[Any, Any, T]) -> T:
-    """Run to the end in a loop of its own: the caller may be inside a running one (a notebook)."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-rewards")
-    try:
-        return thread.submit(asyncio.run, _awaited(waiting)).result()
-    finally:
-        thread.shutdown(wait=False)  # A second Ctrl-C does not wait for a slow reward.
-
-
-def _finite(value: Any, episode: Episode, answer: str) -> float:
-    try:
-        number = float(value)
-        if math.isfinite(number):
-            return number
-        reason = f"a reward must be a finite number, got {number}"
-    except (TypeError, ValueError) as exc:
-        reason = f"{type(exc).__name__}: {exc}"
-    raise InvalidInputError(
-        f"the reward function failed on prompt {episode.question.line} with the answer "
-        f"{answer[:80]!r}: {reason}"
-    )
 
 
 # ------------------------------------------------------------------------------ playing
@@ -386,6 +338,8 @@ class Player:
             episodes, pairs, answers, turns, strict=True
         ):
             episode.reward += turn.reward
+            for name, value in turn.parts.items():
+                episode.parts[name] = episode.parts.get(name, 0.0) + value
             if turn.reply is None:
                 episode.is_over = True
                 continue

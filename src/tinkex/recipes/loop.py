@@ -8,63 +8,36 @@ gives them the steps that are left, and they report each.
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
-import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from tinkex.contract.models import DEFAULT_MODEL as DEFAULT_MODEL
-from tinkex.errors import APIStatusError, ConfigError, InvalidInputError, RequestFailedError
-from tinkex.recipes.data import BadRow, Loaded, split_off
+from tinkex import AdamParams
+from tinkex.errors import APIStatusError, ConfigError, RequestFailedError
+from tinkex.recipes.batches import Rows, usable
+from tinkex.recipes.best import Watch
+from tinkex.recipes.data import split_off
+from tinkex.recipes.hooks import Hooks, OnNote
+from tinkex.recipes.learning_rate import get_lr, learning_rate_at
+from tinkex.recipes.options import RunOptions
 from tinkex.recipes.render import Renderer
+from tinkex.recipes.server_tracker import ServerTracker
 from tinkex.runs.plots import Panel, plot
 from tinkex.runs.run_log import RunLog, SavedStep, make_trackers
 
 if TYPE_CHECKING:
-    from tinkex import APIFuture, SamplingClient, ServiceClient, TrainingClient
-    from tinkex.recipes.best import Watch
+    from tinkex import SamplingClient, ServiceClient, TrainingClient
+    from tinkex.types import OptimStepResponse
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
-Schedule = Literal["linear", "constant"]
-OnNote = Callable[[str], None]
-"""Called with lines for a person, such as the report on bad rows."""
-OnStep = Callable[[int, int, Mapping[str, float]], None]
-"""Called after each step with the step, the number of steps, and the step's metrics."""
 Evaluate = Callable[[int], dict[str, float]]
 """Measures the weights after so many steps on what is not trained on; gives metrics."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunOptions:
-    """Settings of every recipe's run. A recipe adds its own, and its own defaults."""
-
-    log_dir: str
-    """Where metrics and checkpoint names go. The same folder resumes."""
-    model: str = DEFAULT_MODEL
-    """A base model, or the `tinker://` path of a checkpoint to train on from."""
-    rank: int = 32
-    learning_rate: float = 1e-3
-    schedule: Schedule = "linear"
-    eval_share: float = 0.1
-    """Share of the rows, pairs or prompts held out; at most 200, or 32 where they are answered."""
-    eval_every: int = 20
-    save_every: int = 50
-    seed: int = 0
-    trackers: tuple[str, ...] = ()
-    """Any of wandb, trackio, tensorboard."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, "rank", "learning_rate", "eval_every", "save_every")
-        check_share(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +62,34 @@ def open_log(config: RunOptions, *, may_change: Collection[str] = ()) -> RunLog:
     """The run's folder and trackers. Settings of a started run may differ only in `may_change`."""
     settings = asdict(config)
     trackers = make_trackers(config.trackers, config.log_dir, settings)
-    return RunLog(config.log_dir, settings, may_change=frozenset(may_change), trackers=trackers)
+    # Settings that are younger than a run's folder: it was made with their defaults.
+    defaults = {f.name: f.default for f in fields(config) if f.default is not MISSING}
+    return RunLog(
+        config.log_dir,
+        settings,
+        may_change=frozenset(may_change),
+        trackers=trackers,
+        defaults=defaults,
+    )
+
+
+def begin(
+    service: ServiceClient,
+    config: RunOptions,
+    hooks: Hooks,
+    *,
+    may_change: Collection[str] = (),
+    **told: str,
+) -> Run | Result:
+    """Start or resume the run of a folder; the result of one that has nothing left to do.
+
+    Args:
+        may_change: Settings that may differ from those of the run that is resumed.
+        told: What the server is told beside the settings.
+    """
+    log = open_log(config, may_change=may_change)
+    ended = finished(service, log, hooks.on_note)
+    return Run(service, log, config, hooks, **told) if ended is None else ended
 
 
 def _open_training(
@@ -99,17 +99,21 @@ def _open_training(
 
     A model that is a checkpoint (`tinker://...`) is trained on, with a fresh optimizer.
     """
+    name = log.folder.resolve().name.strip()[:200] or None  # as trackers call it
     if log.last is None and config.model.startswith("tinker://"):
-        return service.create_training_client_from_state(config.model), 0
+        return service.create_training_client_from_state(config.model, name=name), 0
     if log.last is None:
         return service.create_lora_training_client(
-            base_model=config.model, rank=config.rank, seed=config.seed
+            base_model=config.model, rank=config.rank, seed=config.seed, name=name
         ), 0
+    step = log.last.step
     try:
-        training = service.create_training_client_from_state_with_optimizer(log.last.state_path)
+        training = service.create_training_client_from_state_with_optimizer(
+            log.last.state_path, name=name, continues_at=step
+        ).result()
     except (APIStatusError, RequestFailedError) as exc:
         raise _elsewhere(log.folder, exc) from exc
-    return training, log.last.step
+    return training, step
 
 
 def _elsewhere(folder: Path, exc: Exception) -> ConfigError:
@@ -163,7 +167,7 @@ class Run:
 
         with run.steps(num_steps, evaluate) as steps:
             for step in steps:
-                ...  # forward_backward, optim_step
+                ...  # forward_backward, optim_step(run.optimizer(step))
                 run.report(step, metrics, num_tokens)
         return run.result(PICTURE)
     """
@@ -173,36 +177,74 @@ class Run:
         service: ServiceClient,
         log: RunLog,
         config: RunOptions,
-        on_step: OnStep,
-        on_note: OnNote,
+        hooks: Hooks,
+        **told: str,
     ) -> None:
+        self._config, self.log, self._hooks = config, log, hooks
+        if not config.model.startswith("tinker://"):
+            self._peak = self._peak_of(config.model)  # refused before a run is made
         self.training, self.start = _open_training(service, log, config)
-        log.follow(ServerTracker(self.training))  # The server's console draws its metrics, too.
+        if config.model.startswith("tinker://"):
+            self._peak = self._peak_of(self.training.get_info().model_data.model_name or "")
+        log.at_server(service.get_server_address())
+        if self.start:
+            self._hooks.on_note(f"Resuming from step {self.start}.")
+        # The server's console shows its settings and draws its metrics, too.
+        log.follow(ServerTracker(self.training, {**self._told_settings(), **told}))
         self.renderer = Renderer(self.training.get_tokenizer())
-        self._config, self._log, self._on_step, self._on_note = config, log, on_step, on_note
         self._watch: Watch | None = None
         self._policy: tuple[int, SamplingClient] | None = None
         self._began = 0.0
         self._metrics: dict[str, float] = {}
         self._done = self.start
+        self._is_told_to_stop = False
         self.num_steps = self.start
         self.evaluated: dict[str, float] = {}
         """Metrics of the evaluation before this step; empty where there was none."""
         self.is_interrupted = False
-        """Someone pressed Ctrl-C: the steps ended early."""
+        """Ctrl-C was pressed, or `on_step` returned False: the steps ended early."""
 
     @property
     def is_complete(self) -> bool:
         """Whether all steps were made: neither Ctrl-C nor `watch` has ended the run early."""
         return not self.is_interrupted and self._done >= self.num_steps
 
+    def _told_settings(self) -> dict[str, Any]:
+        """The settings of the recipe as the console compares them, `auto` as the number it is."""
+        recipe = type(self._config).__module__.rpartition(".")[2]
+        return {**asdict(self._config), "learning_rate": self._peak, "recipe": recipe}
+
+    def _peak_of(self, model: str) -> float:
+        if self._config.learning_rate != "auto":
+            return self._config.learning_rate
+        peak = get_lr(model, self._config.rank) * self._config.AUTO_SHARE
+        self._hooks.on_note(f"Learning rate {peak:.3g}, from the size of the model.")
+        return peak
+
     def split(
-        self, loaded: Loaded[T], convert: Callable[[T], R], *, at_most: int = 200
+        self,
+        rows: Rows[T],
+        convert: Callable[[T], R],
+        *,
+        at_most: int = 200,
     ) -> tuple[list[R], list[R]]:
-        """Rows to train on and rows held out; those that do not convert are reported."""
-        rows = usable(loaded, convert)
-        self._on_note(loaded.report())
-        return split_off(rows, self._config.eval_share, at_most=at_most)
+        """Rows to train on and rows to evaluate on; those that do not convert are reported."""
+        return split(rows, convert, self._config, self._hooks.on_note, at_most=at_most)
+
+    def watch(
+        self, metric: str, mode: Literal["min", "max"], stop_at: float | None = None
+    ) -> Watch:
+        """Watch a held-out metric as the settings `keep_best` and `patience` say."""
+        config: Any = self._config
+        return Watch(
+            self.log,
+            metric,
+            mode=mode,
+            keep=config.keep_best,
+            patience=config.patience,
+            stop_at=stop_at,
+            on_note=self._hooks.on_note,
+        )
 
     def policy(self, step: int) -> SamplingClient:
         """A sampler of the weights after `step` steps; they are saved once for all who ask."""
@@ -225,38 +267,57 @@ class Run:
         if watch is not None and watch.has_stopped(self.start):
             num_steps = self.start
         self.num_steps = num_steps
-        note_if_finished(self._on_note, self._log, self.start, num_steps)
-        with stop_between_steps(self._on_note) as stop:
+        note_if_finished(self._hooks.on_note, self.log, self.start, num_steps)
+        with stop_between_steps(self._hooks.on_note) as stop:
             yield self._steps(stop, evaluate)
         if evaluate is not None and self.is_complete:
-            evaluated = evaluate(num_steps)
-            self._log.metrics(num_steps, evaluated)
+            evaluated = self._evaluated(evaluate, num_steps)
+            self.log.metrics(num_steps, evaluated)
             self._metrics |= evaluated
             if watch is not None and self.start < num_steps:
-                watch.see(self.training, num_steps, evaluated)
+                watch.see(self.save, num_steps, evaluated)
 
     def _steps(self, stop: StopRequest, evaluate: Evaluate | None) -> Iterator[int]:
         for step in range(self.start, self.num_steps):
             self._began = time.monotonic()
             self.evaluated = {}
             if evaluate is not None and step % self._config.eval_every == 0:
-                self.evaluated = evaluate(step)
-                if self._watch and self._watch.see(self.training, step, self.evaluated):
-                    self._log.metrics(step, self.evaluated)
+                self.evaluated = self._evaluated(evaluate, step)
+                if self._watch and self._watch.see(self.save, step, self.evaluated):
+                    self.log.metrics(step, self.evaluated)
                     self._metrics = self.evaluated
                     return
             yield step
             self._done = step + 1
             # No save here: `result` saves this step, with the weights for a sampler.
-            if stop.requested:
+            if stop.requested or self._is_told_to_stop:
                 self.is_interrupted = True
                 return
             if self._done % self._config.save_every == 0:
-                save(self.training, self._log, self._done)
+                self.save(self._done)
+
+    def _evaluated(self, evaluate: Evaluate, step: int) -> dict[str, float]:
+        metrics = evaluate(step)
+        self._hooks.on_eval(step, metrics)
+        return metrics
+
+    def save(self, step: int, *, for_sampler: bool = False) -> SavedStep:
+        """Save state and optimizer so that the run can go on from `step`; note it in the log."""
+        saved = save(self.training, self.log, step, for_sampler=for_sampler)
+        self._hooks.on_save(saved)
+        return saved
 
     def learning_rate(self, step: int) -> float:
         config = self._config
-        return learning_rate_at(step, self.num_steps, config.learning_rate, config.schedule)
+        return learning_rate_at(step, self.num_steps, self._peak, config.schedule, config.warmup)
+
+    def optimizer(self, step: int) -> AdamParams:
+        """The optimizer's numbers at a step."""
+        return AdamParams(
+            learning_rate=self.learning_rate(step),
+            weight_decay=self._config.weight_decay,
+            grad_clip_norm=self._config.clip,
+        )
 
     def report(self, step: int, metrics: dict[str, float], num_tokens: int) -> None:
         """Log the metrics of a step, with its learning rate and its speed."""
@@ -266,8 +327,9 @@ class Run:
             "learning_rate": self.learning_rate(step),
             "tokens_per_s": num_tokens / seconds,
         }
-        self._log.metrics(step, self._metrics)
-        self._on_step(step, self.num_steps, self._metrics)
+        self.log.metrics(step, self._metrics)
+        stop = self._hooks.on_step(step, self.num_steps, self._metrics) is False
+        self._is_told_to_stop = stop
 
     def result(self, picture: tuple[Sequence[Panel], str, str]) -> Result:
         """Save the weights, unless this very step is saved already, and say how the run ended.
@@ -276,10 +338,10 @@ class Run:
         """
         # A resumed run may have come further than it is asked to go now: its length can change.
         step = self.num_steps if self.is_complete else self._done
-        saved = self._log.last
+        saved = self.log.last
         if saved is None or saved.step != step or saved.sampler_path is None:
-            saved = save(self.training, self._log, step, for_sampler=True)
-        self._log.close()
+            saved = self.save(step, for_sampler=True)
+        self.log.close()
         best = self._watch.best if self._watch and not self.is_interrupted else None
         result = Result(
             step=step,
@@ -291,49 +353,27 @@ class Run:
             best_path=best.sampler_path if best else "",
         )
         if not self.is_interrupted:
-            self._log.ended(asdict(result))
-            plot(self._log, *picture)
+            self.log.ended(asdict(result))
+            plot(self.log, *picture)
         return result
 
 
-class ServerTracker:
-    """Draws the metrics of a run in the console of the server that trains it.
-
-    Nothing waits for it, and a server that does not take metrics, such as the hosted one, is asked
-    once. What the server measures by itself is left out, and so is what is no number: the run's
-    own log has it, and what to do about a loss that is not finite is the loop's to say.
-    """
-
-    MEASURED = frozenset({"learning_rate", "tokens_per_s", "num_tokens"})
-
-    def __init__(self, training: TrainingClient) -> None:
-        self._training = training
-        self._sent: APIFuture[None] | None = None
-        self._is_refused = False
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        drawn = {
-            name: value
-            for name, value in metrics.items()
-            if name not in self.MEASURED and math.isfinite(value)
-        }
-        if self._sent is not None and self._sent.done():
-            self._look(timeout_s=None)
-        if drawn and not self._is_refused:
-            self._sent = self._training.log_metrics(drawn, step=step)
-
-    def close(self) -> None:
-        if self._sent is not None:
-            self._look(timeout_s=5.0)
-
-    def _look(self, timeout_s: float | None) -> None:
-        assert self._sent is not None
-        try:
-            self._sent.result(timeout_s)
-        except Exception as exc:  # A picture is not worth a run.
-            if not self._is_refused:
-                logger.info("the server does not draw this run's metrics: %s", exc)
-            self._is_refused = True
+def split(
+    rows: Rows[T],
+    convert: Callable[[T], R],
+    config: RunOptions,
+    on_note: OnNote,
+    *,
+    at_most: int = 200,
+) -> tuple[list[R], list[R]]:
+    """Rows to train on and rows to evaluate on; those that do not convert are reported."""
+    train = usable(rows.train, convert)
+    on_note(rows.train.report())
+    if rows.held_out is None:
+        return split_off(train, config.eval_share, at_most=at_most)
+    held_out = usable(rows.held_out, convert)
+    on_note(rows.held_out.report())
+    return train, held_out
 
 
 def save(
@@ -354,65 +394,10 @@ def save(
     return saved
 
 
-def batch_at(rows: Sequence[T], size: int, step: int, seed: int) -> list[T]:
-    """The rows of one step: the data shuffled anew each epoch, read end to end."""
-    return [
-        rows[_shuffled(len(rows), seed, position // len(rows))[position % len(rows)]]
-        for position in range(step * size, (step + 1) * size)
-    ]
-
-
-# A step asks for as many positions as it has rows: the order of an epoch is made once for them.
-_order: dict[tuple[int, int, int], list[int]] = {}
-
-
-def _shuffled(num_rows: int, seed: int, epoch: int) -> list[int]:
-    key = (num_rows, seed, epoch)
-    if key not in _order:
-        if len(_order) > 8:
-            _order.clear()
-        order = list(range(num_rows))
-        # Text is hashed alike in every process, and seed 0 epoch 1 is not seed 1 epoch 0.
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-        _order[key] = order
-    return _order[key]
-
-
-def learning_rate_at(step: int, num_steps: int, peak: float, schedule: Schedule) -> float:
-    """`linear` falls from the peak to a tenth of it; `constant` stays."""
-    if schedule == "constant" or num_steps < 2:
-        return peak
-    return peak * (1 - 0.9 * step / (num_steps - 1))
-
-
-def usable(loaded: Loaded[T], convert: Callable[[T], R]) -> list[R]:
-    """Convert every row; a row that does not convert joins the bad ones."""
-    converted, kept = [], []
-    for row in loaded.rows:
-        try:
-            converted.append(convert(row))
-            kept.append(row)
-        except InvalidInputError as exc:
-            loaded.bad.append(BadRow(line=row.line, reason=str(exc)))  # type: ignore[attr-defined]
-    loaded.rows = kept
-    loaded.bad.sort(key=lambda bad: bad.line)
-    if not converted:
-        raise InvalidInputError(f"No usable row.\n{loaded.report()}")
-    return converted
-
-
-def check_positive(config: Any, *names: str) -> None:
-    for name in names:
-        if not getattr(config, name) > 0:
-            raise ConfigError(f"{name} must be above 0, got {getattr(config, name)}.")
-
-
-def check_share(config: Any) -> None:
-    if not 0 <= config.eval_share < 1:
-        raise ConfigError(
-            f"eval_share must be at least 0 and below 1, got {config.eval_share}: it is the part "
-            "of the rows that is held out, and the others are trained on."
-        )
+def grad_norm(response: OptimStepResponse) -> dict[str, float]:
+    """The norm of a step's gradient before clipping, where the server says it."""
+    norm = (response.metrics or {}).get("grad_norm:mean")
+    return {} if norm is None else {"grad_norm": norm}
 
 
 def note_if_finished(on_note: OnNote, log: RunLog, start: int, num_steps: int) -> None:
@@ -453,9 +438,3 @@ def stop_between_steps(on_note: OnNote) -> Iterator[StopRequest]:
         yield stop
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def print_step(step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
-    """The plainest progress report."""
-    shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-    print(f"step {step + 1}/{num_steps}  {shown}", flush=True)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinkex.recipes.loop import DEFAULT_MODEL, OnNote, OnStep, Result, check_here, open_log
+from tinkex.contract.models import DEFAULT_MODEL
+from tinkex.recipes.hooks import OnNote, OnStep
+from tinkex.recipes.loop import Result, check_here, open_log
 from tinkex.recipes.persona import QUESTIONS_TO_SHOW, rows
 from tinkex.recipes.render import Renderer
 from tinkex.recipes.sft import SftConfig, train

@@ -25,6 +25,8 @@ class Rendered:
 
     tokens: tuple[int, ...]
     weights: tuple[float, ...]
+    question: tuple[Message, ...] = ()
+    """Messages before the last answer; empty for plain text."""
 
     @property
     def num_learned(self) -> int:
@@ -88,7 +90,24 @@ class Renderer:
             done = prompt + answer
         if max_length is not None and len(tokens) > max_length:
             raise InvalidInputError(f"{len(tokens)} tokens, more than max_length {max_length}")
-        return Rendered(tokens=tuple(tokens), weights=tuple(weights))
+        question = tuple(messages[:-1])
+        return Rendered(tokens=tuple(tokens), weights=tuple(weights), question=question)
+
+    def plain(self, text: str, max_length: int | None = None) -> Rendered:
+        """Text without a chat template: every token after the first is learned, and the end.
+
+        Raises:
+            InvalidInputError: It has more than `max_length` tokens, or under two.
+        """
+        tokens = [int(token) for token in self.tokenizer.encode(text)]
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        if end is not None and tokens[-1:] != [end]:
+            tokens.append(int(end))
+        if len(tokens) < 2:
+            raise InvalidInputError("one token alone: there is nothing to predict")
+        if max_length is not None and len(tokens) > max_length:
+            raise InvalidInputError(f"{len(tokens)} tokens, more than max_length {max_length}")
+        return Rendered(tokens=tuple(tokens), weights=(0.0, *[1.0] * (len(tokens) - 1)))
 
     def between(
         self,

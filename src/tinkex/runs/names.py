@@ -10,14 +10,15 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tinkex.errors import ConfigError, ModelNotFoundError
-from tinkex.wire.local_servers import state_folder
+from tinkex.runs.run_log import SERVER_FILE
+from tinkex.wire.local_servers import RUN_NAMES, read_record, state_folder
 
-__all__ = ["NamedRun", "find", "find_path", "known", "remember"]
+__all__ = ["NamedRun", "find", "find_path", "forget", "known", "remember"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -36,6 +37,12 @@ class NamedRun:
     state_path: str
     """Weights and optimizer; empty before the first checkpoint."""
     sampler_path: str
+    server: str = ""
+    """Its base URL, `local` for the private one; empty in a folder that does not say."""
+    data_dir: str = ""
+    """Of the private server."""
+    is_named: bool = False
+    """A recipe of this machine gave it its name; a folder alone may be anybody's."""
 
 
 def remember(name: str, folder: str | Path) -> None:
@@ -54,11 +61,15 @@ def remember(name: str, folder: str | Path) -> None:
             f"another run is called {name!r}: {taken}. Choose another name, or go on with that run "
             f"(--log-dir {taken})."
         )
-    file = _file()
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = file.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps({**names, name: path}, indent=2) + "\n", "utf-8")
-    os.replace(aside, file)
+    _write({**names, name: path})
+
+
+def forget(what: str) -> None:
+    """Take the names of a run, given by name or folder, back; its folder stays."""
+    names = _names()
+    path = names.get(what, str(Path(what).expanduser().resolve()))
+    if path in names.values():
+        _write({name: folder for name, folder in names.items() if folder != path})
 
 
 def known() -> Iterator[NamedRun]:
@@ -71,9 +82,10 @@ def find(what: str) -> NamedRun | None:
     """The run of a name or a folder; None when it is neither."""
     path = _names().get(what)
     if path is not None and (run := _read(Path(path), what)) is not None:
-        return run
+        return replace(run, is_named=True)
     folder = Path(what).expanduser()
-    return _read(folder, folder.name) if folder.is_dir() else None
+    run = _read(folder, folder.name) if folder.is_dir() else None
+    return run and replace(run, is_named=str(folder.resolve()) in _names().values())
 
 
 def find_path(what: str, *, for_training: bool = False) -> str | None:
@@ -95,7 +107,15 @@ def find_path(what: str, *, for_training: bool = False) -> str | None:
 
 
 def _file() -> Path:
-    return state_folder() / "runs.json"
+    return state_folder() / RUN_NAMES
+
+
+def _write(names: dict[str, str]) -> None:
+    file = _file()
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    aside = file.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(names, indent=2) + "\n", "utf-8")
+    os.replace(aside, file)
 
 
 def _names() -> dict[str, str]:
@@ -113,6 +133,7 @@ def _read(folder: Path, name: str) -> NamedRun | None:
         return None
     if not isinstance(config, dict) or "log_dir" not in config:
         return None  # a model's folder has a config.json, too
+    server = read_record(folder / SERVER_FILE)
     saved, metrics = _last(folder / "checkpoints.jsonl"), _last(folder / "metrics.jsonl", "loss")
     return NamedRun(
         name=name,
@@ -124,6 +145,8 @@ def _read(folder: Path, name: str) -> NamedRun | None:
         saved_at=folder.stat().st_mtime,
         state_path=str(saved.get("state_path") or ""),
         sampler_path=str(saved.get("sampler_path") or ""),
+        server=str(server.get("server") or ""),
+        data_dir=str(server.get("data_dir") or ""),
     )
 
 

@@ -1,10 +1,10 @@
 """The folder of one training run: what was asked, what happened, and where to go on.
 
 `config.json` holds the settings, `metrics.jsonl` a line per step, `checkpoints.jsonl` a line per
-saved state, `finished.json` how it ended. A run that finds its own folder resumes from the last
-saved state and repeats the interrupted run exactly: later metrics lines are cut, and every batch
-and every seed depends only on the config and the step. A folder of other settings is refused,
-naming the difference. Knows files; nothing of models.
+saved state, `server.json` which server has them, `finished.json` how it ended. A run that finds its
+own folder resumes from the last saved state and repeats the interrupted run exactly: later metrics
+lines are cut, and every batch and every seed depends only on the config and the step. A folder of
+other settings is refused, naming the differences. Knows files; nothing of models.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import Any, Protocol
 
 from tinkex.errors import ConfigError
 from tinkex.runs import json_lines
+from tinkex.wire.local_servers import private_data_folder
+
+SERVER_FILE = "server.json"
 
 __all__ = ["RunLog", "SavedStep", "Tracker", "make_trackers"]
 
@@ -49,11 +52,16 @@ class RunLog:
         *,
         may_change: frozenset[str] = frozenset(),
         trackers: tuple[Tracker, ...] = (),
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """`may_change` names settings that a resumed run may give anew, such as its length."""
+        """Args:
+        may_change: Settings that a resumed run may give anew, such as its length.
+        defaults: What settings were that the folder of an earlier release does not name.
+        """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._trackers = trackers
+        self._defaults = json.loads(json.dumps(dict(defaults or {})))
         self._check_config(dict(config), may_change)
         self.last = self._read_last()
         self.end = self._read_end()
@@ -81,6 +89,13 @@ class RunLog:
         """Send metrics there too, from now on."""
         self._trackers = (*self._trackers, tracker)
 
+    def at_server(self, address: str) -> None:
+        """Note which server trains the run: its base URL, or `local` for the private one."""
+        facts: dict[str, str] = {"server": address}
+        if address == "local":
+            facts["data_dir"] = str(private_data_folder())
+        json_lines.write_whole(self.folder / SERVER_FILE, [json.dumps(facts, indent=2), "\n"])
+
     def saved(self, saved: SavedStep) -> None:
         json_lines.append(self.checkpoints_file, asdict(saved))
         self.last = saved
@@ -102,18 +117,21 @@ class RunLog:
         self._config = json.loads(json.dumps(config))
         # A run that failed before its first step left nothing that other settings could spoil.
         if file.exists() and (self.metrics_file.exists() or self.checkpoints_file.exists()):
-            before = json.loads(file.read_text(encoding="utf-8"))
+            before = {**self._defaults, **json.loads(file.read_text(encoding="utf-8"))}
             wanted = self._config
             changed = sorted(
                 name
-                for name in {*before, *wanted} - may_change
+                for name in {*before, *wanted} - may_change - {"log_dir"}
                 if before.get(name) != wanted.get(name)
             )
             if changed:
-                name = changed[0]
+                told = "; ".join(
+                    f"{name}={before.get(name)!r}, now {wanted.get(name)!r}" for name in changed
+                )
                 raise ConfigError(
-                    f"{self.folder} holds a run with {name}={before.get(name)!r}, now it is "
-                    f"{wanted.get(name)!r}. Use the same settings to resume, or another log folder."
+                    f"{self.folder} holds a run with other settings: {told}. To go on with that "
+                    f"run as it was, `tinkex train resume {self.folder}`; to train anew, name "
+                    "another log folder."
                 )
         json_lines.write_whole(file, [json.dumps(config, indent=2), "\n"])
 
@@ -128,7 +146,7 @@ class RunLog:
         try:
             record = json.loads((self.folder / "finished.json").read_text(encoding="utf-8"))
             end: dict[str, Any] = record["end"]
-            is_same = record["config"] == self._config
+            is_same = {**self._defaults, **record["config"]} == self._config
             is_last = self.last is not None and end["step"] == self.last.step
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 import tinkex
 from tinkex.server import openapi
-from tinkex.server.administration.administration import Administration
+from tinkex.server.administration.administration import NOBODY, Administration
 from tinkex.server.compat import install as compat
 from tinkex.server.compat.refusals import in_their_words
 from tinkex.server.console import install as console
 from tinkex.server.door import Door, Endpoint
 from tinkex.server.files.checkpoints import Shelf
 from tinkex.server.files.depot import Depot, refuse_without
+from tinkex.server.files.disk_quota import DiskQuota
 from tinkex.server.files.private import secret
 from tinkex.server.files.signing import Signer
 from tinkex.server.files.sweeper import Sweeper
@@ -34,16 +35,22 @@ from tinkex.server.guard.quotas import Quotas
 from tinkex.server.http.dependencies import AppDependencies
 from tinkex.server.process import problems
 from tinkex.server.process.config import ServerConfig
+from tinkex.server.process.loop_guard import LoopGuard
 from tinkex.server.process.presence import Presence
 from tinkex.server.rest import (
     accounts,
     administration,
     audit,
+    budgets,
+    checkpoint_search,
     checkpoints,
+    estimates,
     files,
     imports,
+    run_management,
     runs,
     sessions,
+    uploads,
 )
 from tinkex.server.routes import futures, sampling, service, training
 from tinkex.server.service.service import Service
@@ -52,7 +59,21 @@ from tinkex.store import Store
 
 # Routes are matched in this order: those that are called most stand first.
 _OURS = (futures.router, sampling.router, training.router, service.api, service.router)
-REST = (accounts, runs, checkpoints, imports, sessions, audit, administration, files)
+REST = (
+    accounts,
+    runs,
+    run_management,
+    checkpoints,
+    checkpoint_search,
+    imports,
+    uploads,
+    sessions,
+    audit,
+    budgets,
+    estimates,
+    administration,
+    files,
+)
 
 
 def create_app(config: ServerConfig, store: Store, pool: Pool) -> Door:
@@ -66,7 +87,7 @@ def create_app(config: ServerConfig, store: Store, pool: Pool) -> Door:
     )
     for router in (*_OURS, *(module.router for module in REST)):
         app.include_router(router)
-    chat_formats = compat.install(app, dependencies.service).chat_formats
+    chat_formats = compat.install(app, dependencies.service, dependencies.sandbox).chat_formats
     console.install(app, dependencies, chat_formats)
     problems.install(app, in_their_words)
     openapi.install(app)
@@ -83,8 +104,12 @@ def _make_dependencies(config: ServerConfig, store: Store, pool: Pool) -> AppDep
         secret=secret(store, data_dir, "jwt"),
         key_required=config.key_required,
     )
-    shelf = Shelf(store, data_dir, _open_depot(config))
-    service = Service(config, store, shelf, pool, auth.user_of, quotas)
+    disk_quota = DiskQuota(store.stored, lambda user_id: quotas.limit(user_id, "disk_bytes"))
+    shelf = Shelf(store, data_dir, _open_depot(config), disk_quota)
+    failed_logins = FailedLogins(
+        lambda who: store.audit.record(NOBODY, "login_refused", {"address": who})
+    )
+    service = Service(config, store, shelf, pool, auth, failed_logins, quotas)
     administration = Administration(service, auth, quotas)
     return AppDependencies(
         config=config,
@@ -94,7 +119,7 @@ def _make_dependencies(config: ServerConfig, store: Store, pool: Pool) -> AppDep
         service=service,
         auth=auth,
         quotas=quotas,
-        failed_logins=FailedLogins(administration.note_refused_address),
+        failed_logins=failed_logins,
         administration=administration,
         presence=Presence(until_idle_s=config.until_idle_s, parent_pid=config.parent_pid),
         bodies=BodyBudget(config.max_held_body_bytes),
@@ -116,12 +141,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     sweeper = asyncio.create_task(Sweeper(parts.store, parts.shelf, parts.config).run())
     lag = asyncio.create_task(parts.metrics.watch_loop())
     try:
-        yield
+        with LoopGuard() if parts.config.debug else nullcontext():
+            yield
     finally:
+        if (launcher := app.state.console.launcher) is not None:
+            await launcher.close()
         sweeper.cancel()
         lag.cancel()
         await asyncio.gather(sweeper, lag, return_exceptions=True)
         await parts.service.stop()
+        await asyncio.to_thread(parts.sandbox.close)
         if parts.shelf.depot is not None:
             parts.shelf.depot.close()
 

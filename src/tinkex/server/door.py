@@ -19,25 +19,35 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.types import Message, Receive, Scope, Send
 
+from tinkex.contract.cost import LARGE
 from tinkex.server.compat.refusals import in_their_words
 from tinkex.server.fairness.gate import FairGate
 from tinkex.server.guard.auth import CALLER
 from tinkex.server.guard.callers import foreign_credential, is_foreign, own_credential
-from tinkex.server.guard.connections import HOLD_HEAD
-from tinkex.server.guard.origin import check_local
-from tinkex.server.guard.quotas import LIMITED_PATHS
-from tinkex.server.http.bodies import headers_of, let_go, limited, receive_body
+from tinkex.server.guard.connections import HOLD_HEAD, PIECE_BYTES
+from tinkex.server.guard.origin import check_host, check_local
+from tinkex.server.http.bodies import (
+    count_answer,
+    headers_of,
+    let_go,
+    limited,
+    receive_body,
+    reserve_answer,
+)
 from tinkex.server.http.dependencies import AppDependencies
 from tinkex.server.http.handlers import Answer
 from tinkex.server.process import problems
 from tinkex.server.process.logs import answering
+from tinkex.server.process.problems import ApiError
 from tinkex.store import User
 from tinkex.wire.endpoints import ENDPOINTS
 
 access_logger = logging.getLogger("tinkex.access")
 # A burst of thousands of these must not stand between a heartbeat and its answer.
 _SUBMITS = frozenset(
-    row.path for row in ENDPOINTS.values() if row.size == "large" or row.name == "asample"
+    row.path
+    for row in ENDPOINTS.values()
+    if row.limit.sent_bytes == LARGE.sent_bytes or row.name == "asample"
 )
 # Calls that take room on the disk; polls, heartbeats and deletions go on when it is nearly full.
 _STORES = frozenset(
@@ -50,15 +60,24 @@ _STORES = frozenset(
         "asample_batch",
         "checkpoints/import",
         "copy_weights",
+        "external_weights_upload_start",
+        "external_weights_upload_finish",
     )
 )
+# Calls that free some of it, and so may use the reserve; every DELETE is another.
+_FREES = frozenset({ENDPOINTS["unload_model"].path})
+_ADMIN = "/tinkex/v1/admin/"
 MAX_SUBMITTING = 32
+PAGE_BYTES = 8 * 1024 * 1024
+"""Reserved for an answer of FastAPI's routes before it is made: one page of a listing."""
 SUBMIT_COST = 4096
 """What a request costs beside the bytes of its body, in bytes."""
 _NEED_KEY = ("/api/", "/tinkex/")
-# A probe of its health needs no key, and the link of a download is its permission.
-_WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/")
+# A probe of its health needs no key, and the link of a download or an upload is its permission.
+_WITHOUT_KEY = ("/api/v1/healthz", "/api/v1/signed/", "/api/v1/uploads/")
 _METRICS = "/metrics"
+# Probes come by address, not by name, and are told no links.
+_PROBES = frozenset({"/api/v1/healthz", "/readyz", _METRICS})
 # For whoever has a key; the metrics have a role of their own.
 _FOR_OPERATORS = frozenset({_METRICS, "/docs", "/redoc", "/openapi.json"})
 Endpoint = Callable[[Request, User], Awaitable[Response]]
@@ -74,7 +93,9 @@ class Door(FastAPI):
         self.state.dependencies = self._dependencies = dependencies
         self._auth = dependencies.auth
         self._quotas = dependencies.quotas
-        self._max_body_bytes = dependencies.config.max_body_bytes
+        config = dependencies.config
+        self._max_bytes = (config.max_body_bytes, config.max_upload_bytes)
+        self._public_url = config.public_url
         self._endpoints = dict(endpoints)
         self._turns = FairGate(MAX_SUBMITTING)
 
@@ -87,7 +108,7 @@ class Door(FastAPI):
         with _Visit(self._dependencies, scope, send, is_known=endpoint is not None) as visit:
             try:
                 user = await self._let_in(scope)
-                receive = limited(scope, receive, self._max_body_bytes)
+                receive = limited(scope, receive, *self._max_bytes)
             except Exception as exc:
                 # A client over its rate keeps its connection where it calls often; elsewhere the
                 # connection ends, so that the rest of a refused body is never read.
@@ -95,11 +116,11 @@ class Door(FastAPI):
                 response = self._refusal(exc, scope, closes=not stays)
                 await response(scope, receive, visit.send)
                 return
+            request = Request(scope, receive)
             if endpoint is None:
-                await super().__call__(scope, receive, visit.send)
+                await self._route(request, visit)
                 return
             assert user is not None, scope["path"]  # every path of the table needs a key
-            request = Request(scope, receive)
             try:
                 async with await self._turn(request, user):
                     response = await endpoint(request, user)
@@ -111,7 +132,18 @@ class Door(FastAPI):
             if (hold := scope.get(HOLD_HEAD)) is not None:
                 hold()
             await send(visit.head(response))
-            await send({"type": "http.response.body", "body": response.body})
+            write = visit.send if len(response.body) > PIECE_BYTES else send
+            await write({"type": "http.response.body", "body": response.body})
+
+    async def _route(self, request: Request, visit: _Visit) -> None:
+        """Let FastAPI answer; there is room for a page of a listing before it is made."""
+        try:
+            if "tinkex.user" in request.scope:
+                await reserve_answer(request, PAGE_BYTES)
+        except ApiError as exc:
+            await self._refusal(exc, request.scope)(request.scope, request.receive, visit.send)
+            return
+        await super().__call__(request.scope, request.receive, visit.send)
 
     async def _let_in(self, scope: Scope) -> User | None:
         """Ask who calls and whether they may go on; None where no key is needed.
@@ -123,6 +155,8 @@ class Door(FastAPI):
         if self._auth.is_open:
             check_local(scope["headers"])
         path, headers = scope["path"], headers_of(scope)
+        if self._public_url and path not in _PROBES:
+            check_host(headers.get(b"host", b"").decode("latin-1"), self._public_url)
         if path.startswith(_NEED_KEY):
             if path.startswith(_WITHOUT_KEY):
                 return None
@@ -135,19 +169,19 @@ class Door(FastAPI):
             return None  # the console asks by itself: its visitors have a cookie
         scope[CALLER] = caller
         if path not in _FOR_OPERATORS:  # these are nobody's work and count against no rate
-            await self._admit(caller.user, scope)
+            self._admit(caller.user, scope)
         return caller.user
 
-    async def _admit(self, user: User, scope: Scope) -> None:
+    def _admit(self, user: User, scope: Scope) -> None:
         """Refuse what the user has enough of, and new things while the disk is nearly full."""
         scope["tinkex.user"] = user.user_id
         self._quotas.note(user)
         self._quotas.spend(user)
-        if scope["method"] == "POST":
-            if scope["path"] in _STORES:
-                self._dependencies.service.room.require()
-            if scope["path"] in LIMITED_PATHS:
-                await self._quotas.require(user.user_id, scope["path"])
+        path, room = scope["path"], self._dependencies.service.room
+        if scope["method"] == "POST" and path in _STORES:
+            room.require()
+        if scope["method"] == "DELETE" or path.startswith(_ADMIN) or path in _FREES:
+            room.make_way()
 
     async def _turn(self, request: Request, user: User) -> AbstractAsyncContextManager[None]:
         """A turn among the large bodies, for a request that has one."""
@@ -190,7 +224,22 @@ class _Visit:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             message["headers"] = [*message["headers"], self._id_header]
+        elif len(message.get("body", b"")) > PIECE_BYTES:
+            message = await self._send_pieces(message)
         await self._send(message)
+
+    async def _send_pieces(self, message: Message) -> Message:
+        """Send the body of an answer as fast as it is read; gives the last piece, to be sent.
+
+        A connection keeps whatever it is given until that is read, and nobody counts it there.
+        """
+        body = memoryview(message["body"])
+        count_answer(self._scope, self._dependencies.bodies, len(body))
+        last = (len(body) - 1) // PIECE_BYTES * PIECE_BYTES
+        for start in range(0, last, PIECE_BYTES):
+            piece = bytes(body[start : start + PIECE_BYTES])
+            await self._send({"type": message["type"], "body": piece, "more_body": True})
+        return {**message, "body": bytes(body[last:])}
 
     def head(self, answer: Answer) -> Message:
         """The first piece of an answer that is all there, as `send` would send it."""
@@ -211,6 +260,8 @@ class _Visit:
         spent_s = time.perf_counter() - self._started
         user_id = scope.get("tinkex.user") or ""
         dependencies.metrics.observe(route, self._status, spent_s, user_id)
+        if self._status == 429 and user_id:
+            dependencies.service.timelines.refused(user_id, route, time.time())
         if dependencies.config.access_log:
             _log(scope, route, self._request_id, self._status, spent_s)
 

@@ -6,8 +6,6 @@ Text only. A program that starts the server reads the JSON line instead, see `se
 from __future__ import annotations
 
 import socket
-from dataclasses import fields
-from typing import Any
 
 from tinkex import __version__
 from tinkex.contract.models import DEFAULT_MODEL
@@ -48,10 +46,5 @@ def _note(config: ServerConfig, base_url: str, needs_key: bool) -> str:
 
 def _others(config: ServerConfig) -> str:
     """Settings that are not as by default and have no line of their own."""
-    default, shown = ServerConfig().describe(), config.describe()
-    changed: dict[str, Any] = {
-        spec.name: shown[spec.name]
-        for spec in fields(config)
-        if spec.name not in _SHOWN and shown[spec.name] != default[spec.name]
-    }
-    return ", ".join(f"{name} = {value}" for name, value in changed.items())
+    changed = config.changed().items()
+    return ", ".join(f"{name} = {value}" for name, value in changed if name not in _SHOWN)

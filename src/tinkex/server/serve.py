@@ -53,6 +53,7 @@ from tinkex.store import Store
 from tinkex.store.binding import refuse_lost_database
 from tinkex.store.claim import InUseError
 from tinkex.store.database import sqlite_file
+from tinkex.wire.local_servers import state_folder
 
 logger = logging.getLogger("tinkex.server")
 CLAIM_QUICK_S = 1.0
@@ -134,15 +135,16 @@ def run(config: ServerConfig, *, for_person: bool = False) -> None:
     logging.getLogger("uvicorn.error").addFilter(_is_trouble)
     sys.setswitchinterval(SWITCH_S)
     os.umask(0o077)  # weights, journal and keys are nobody else's
-    level = logging.DEBUG if for_person else logging.INFO  # the greeting says what was changed
-    logger.log(level, "effective config: %s", json.dumps(config.describe()))
     _check_models(config)
     config.require_key(is_any_stored=not config.is_loopback and _has_stored_key(config))
     if config.tls_cert:
         check_tls(config.tls_cert, config.tls_key)
     sock = _bind(config)
+    level = logging.DEBUG if for_person else logging.INFO  # the greeting says what was changed
+    logger.log(level, "effective config beside the defaults: %s", json.dumps(config.changed()))
+    logger.debug("effective config: %s", json.dumps(config.describe()))
     try:
-        _run_loop(_serve(config, sock, for_person))
+        _run_loop(_serve(config, sock, for_person), debug=config.debug)
     finally:
         sock.close()
 
@@ -163,7 +165,10 @@ def _check_models(config: ServerConfig) -> None:
             raise ConfigError(str(exc)) from exc
 
 
-def _run_loop(main: Any) -> None:
+def _run_loop(main: Any, *, debug: bool) -> None:
+    if debug:  # what the guard of the loop wraps is asyncio's
+        asyncio.run(main)
+        return
     try:
         import uvloop
     except ImportError:  # Windows, or a trimmed install: the standard loop is only slower
@@ -278,7 +283,16 @@ def _claim(store: Store, data_dir: Path) -> None:
         store.claim(CLAIM_QUICK_S, data_dir=data_dir)
     except InUseError as exc:
         logger.warning("%s Waiting %d s for it to end.", exc, CLAIM_S)
-        store.claim(CLAIM_S, data_dir=data_dir)
+        try:
+            store.claim(CLAIM_S, data_dir=data_dir)
+        except InUseError as still:
+            if not data_dir.name.startswith("local"):
+                raise
+            raise InUseError(
+                f"{still} If it is your private server, programs still use it: it ends "
+                "seconds after the last of them. Wait for that, or serve another folder: "
+                f"`tinkex serve --data-dir {state_folder() / 'server'}`."
+            ) from still
 
 
 def make_pool(config: ServerConfig) -> Pool:
@@ -405,6 +419,7 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
     default=None,
     help="Ask for a key on this machine too.",
 )
+@click.option("--public-url", help="Address that clients use; other names are refused.")
 @click.option("--tls-cert", help="PEM certificate; with --tls-key, serve HTTPS.")
 @click.option("--tls-key", help="PEM private key of the certificate, unencrypted.")
 @click.option("--database", help="postgresql://... or sqlite:///...; default SQLite in data-dir.")
@@ -439,7 +454,10 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
     help="Save a model's state after so many requests.",
 )
 @click.option(
-    "--keep-rollouts", is_flag=True, default=None, help="Let users see sampled answers by step."
+    "--keep-rollouts",
+    is_flag=True,
+    default=None,
+    help="Let users with keys see their sampled answers by step; without keys that is so anyway.",
 )
 @click.option(
     "--quota",
@@ -447,9 +465,18 @@ def _pairs(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
     multiple=True,
     help="NAME=NUMBER a user may have, such as disk_bytes=50G; repeatable.",
 )
+@click.option(
+    "--price",
+    "prices",
+    multiple=True,
+    help="[MODEL:]KIND=PRICE of a million tokens, such as training=0.4; repeatable.",
+)
 @click.option("--access-log", is_flag=True, default=None, help="Log requests as lines of JSON.")
 @click.option("--log-format", help="text, or json: one object a line.")
 @click.option("--log-level", help="debug, info, warning or error.")
+@click.option(
+    "--debug", is_flag=True, default=None, help="Log what holds the event loop, with its stack."
+)
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the address as JSON on a terminal too."
 )

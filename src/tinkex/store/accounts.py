@@ -53,6 +53,11 @@ class Accounts(StoredNoun):
         users, total = self._page(User, _users, where, [_users.c.user_id], limit, offset)
         return [_with_quotas(user) for user in users], total
 
+    def with_quotas(self, limit: int) -> list[User]:
+        """Users whose limits differ from the server's."""
+        query = select(_users).where(_users.c.quotas.is_not(None)).limit(limit)
+        return [user for user in map(_with_quotas, self._all(User, query)) if user.quotas]
+
     def disable(self, user_id: str, at: float | None) -> None:
         """Refuse a user from a moment on; None lets it in again."""
         self._write(update(_users).where(_users.c.user_id == user_id).values(disabled_at=at))

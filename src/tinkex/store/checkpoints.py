@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, and_, delete, func, insert, or_, select, update
@@ -27,18 +28,43 @@ _idempotency = schema.idempotency
 _NEWEST = (_table.c.created_at.desc(), _table.c.path.desc())
 MAX_NAMES = 10_000
 """Of one user."""
+MAX_OF_RUN, MAX_OF_USER = 10_000, 100_000
+"""Most checkpoints that a run and a user may have; small ones fill no quota of bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointQuery:
+    """The conditions of a search of one user's checkpoints; all that are given must hold."""
+
+    user_id: str
+    project_ids: Sequence[str] | None = None
+    kind: str | None = None
+    base_models: Sequence[str] | None = None
+    before: tuple[float, str] | None = None
+    """(created_at, path) of the last row of the previous page."""
 
 
 class Checkpoints(StoredNoun):
     def put(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """Insert or replace by path; gives the replaced row, whose folder may now go."""
-        row = row_of(checkpoint) | {"created_at": checkpoint.created_at or time.time()}
+        """Insert or replace by path; gives the replaced row, whose folder may now go.
+
+        Raises:
+            InvalidInputError: Its run or its user has too many.
+        """
+        # A search cursor travels with microseconds and must find this very row again.
+        row = row_of(checkpoint) | {"created_at": round(checkpoint.created_at or time.time(), 6)}
 
         def write(connection: Connection) -> Checkpoint | None:
             before = _find(connection, checkpoint.path)
+            if before is None:
+                _check_number(connection, checkpoint)
             connection.execute(insert_or_replace(connection, _table), row)
             if before and before.folder != checkpoint.folder:
                 note_deleted(connection, before.folder)
+            if before:
+                self._stored.add(before.user_id, "checkpoints", -before.size_bytes)
+            size, name = checkpoint.size_bytes, checkpoint.folder
+            self._stored.add(checkpoint.user_id, "checkpoints", size, name=name)
             return before
 
         return self._writer.run(write)
@@ -55,6 +81,7 @@ class Checkpoints(StoredNoun):
             connection.execute(_table.delete().where(_table.c.path == path))
             if before:
                 note_deleted(connection, before.folder)
+                self._stored.add(before.user_id, "checkpoints", -before.size_bytes)
             return before
 
         return self._writer.run(write)
@@ -89,6 +116,19 @@ class Checkpoints(StoredNoun):
         where = (_table.c.user_id == user_id, _alive(None))
         return self._page(Checkpoint, _table, where, _NEWEST, limit, offset)
 
+    def search(self, query: CheckpointQuery, limit: int) -> list[Checkpoint]:
+        """Newest first. Conditions on metadata are the caller's to filter."""
+        found = select(_table).where(*_conditions(query)).order_by(*_NEWEST).limit(limit)
+        return self._all(Checkpoint, found)
+
+    def projects_of(self, user_id: str, among: Sequence[str]) -> set[str]:
+        """Keep the projects in which a user has a session or a checkpoint."""
+        found: set[str] = set()
+        for table in (schema.sessions, _table):
+            mine = (table.c.user_id == user_id, table.c.project_id.in_(among))
+            found.update(self._scalars(select(table.c.project_id).where(*mine).distinct()))
+        return found
+
     def totals_of_sessions(self, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         """(number, bytes) of the checkpoints of each session."""
         models = schema.models
@@ -108,15 +148,6 @@ class Checkpoints(StoredNoun):
             .group_by(_table.c.project_id)
         )
         return {row[0]: (int(row[1]), int(row[2])) for row in self._rows(query)}
-
-    def bytes_of(self, user_ids: Sequence[str]) -> dict[str, int]:
-        """The total size of each user's checkpoints, in bytes."""
-        query = (
-            select(_table.c.user_id, func.sum(_table.c.size_bytes))
-            .where(_table.c.user_id.in_(user_ids), _alive(None))
-            .group_by(_table.c.user_id)
-        )
-        return {user_id: int(size) for user_id, size in self._rows(query)}
 
     def storage_by_user(self) -> list[tuple[str, str | None, int]]:
         """(user_id, project_id, bytes), to be counted as use."""
@@ -199,16 +230,63 @@ class Audit(StoredNoun):
         return self._all(AuditEntry, query.order_by(_audit.c.entry_id))
 
     def page(
-        self, limit: int, offset: int, *, user_id: str | None = None, prefix: str | None = None
+        self,
+        limit: int,
+        offset: int,
+        *,
+        user_id: str | None = None,
+        prefix: str | None = None,
+        start: float | None = None,
     ) -> list[AuditEntry]:
-        """Entries of every user, or of one, newest first."""
+        """Entries of every user, or of one, since a moment, newest first."""
         query = select(_audit)
+        if start is not None:
+            query = query.where(_audit.c.timestamp >= start)
         if user_id is not None:
             query = query.where(_audit.c.user_id == user_id)
         if prefix is not None:
             query = query.where(_audit.c.event.startswith(prefix, autoescape=True))
         newest = (_audit.c.timestamp.desc(), _audit.c.entry_id.desc())
         return self._all(AuditEntry, query.order_by(*newest).limit(limit).offset(offset))
+
+    def newest_of_users(self, event: str, limit: int, *, start: float) -> list[AuditEntry]:
+        """The newest entries of an event since `start`, so many of each user."""
+        newest_first = func.row_number().over(
+            partition_by=_audit.c.user_id, order_by=_audit.c.timestamp.desc()
+        )
+        where = (_audit.c.event == event, _audit.c.timestamp >= start)
+        ranked = select(_audit, newest_first.label("place")).where(*where).subquery()
+        return self._all(AuditEntry, select(ranked).where(ranked.c.place <= limit))
+
+
+def _conditions(query: CheckpointQuery) -> list[Any]:
+    wanted: list[Any] = [_table.c.user_id == query.user_id, _alive(None)]
+    if query.project_ids is not None:
+        wanted.append(_table.c.project_id.in_(query.project_ids))
+    if query.kind is not None:
+        wanted.append(_table.c.kind == query.kind)
+    if query.base_models is not None:
+        wanted.append(_table.c.base_model.in_(query.base_models))
+    if query.before is not None:
+        at, path = query.before
+        same = and_(_table.c.created_at == at, _table.c.path < path)
+        # By its path as well: rows of before have times finer than a cursor tells.
+        wanted += [or_(_table.c.created_at < at, same), _table.c.path != path]
+    return wanted
+
+
+def _check_number(connection: Connection, new: Checkpoint) -> None:
+    owners = (
+        ("run", _table.c.model_id == new.model_id, MAX_OF_RUN),
+        ("user", _table.c.user_id == new.user_id, MAX_OF_USER),
+    )
+    for owner, is_of, most in owners:
+        count = connection.execute(select(func.count()).select_from(_table).where(is_of))
+        if count.scalar_one() >= most:
+            raise InvalidInputError(
+                f"{new.path} would be one of over {most} checkpoints of a {owner}; delete some, "
+                "give them a time to live, or save with overwrite=True."
+            )
 
 
 def _find(connection: Connection, path: str) -> Checkpoint | None:

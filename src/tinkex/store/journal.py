@@ -15,21 +15,31 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from sqlalchemy import Connection, Engine, bindparam, null, select, update
+from sqlalchemy import Column, Connection, Engine, bindparam, func, null, select, update
 
 from tinkex.errors import InvalidInputError
 from tinkex.store import schema
 from tinkex.store.noun import StoredNoun
-from tinkex.store.records import Ended, Fetched, JournalRow, NewRow
+from tinkex.store.records import Ended, Fetched, JournalOutline, JournalRow, NewRow
+from tinkex.store.stored_bytes import StoredKindName
 from tinkex.store.upsert import insert_or_ignore
 from tinkex.store.usage import Usage
 from tinkex.store.writer import GroupWriter
 
 _table = schema.journal
+_OUTLINE = select(
+    *(column for column in _table.c if column.name in JournalOutline.__slots__),
+    func.length(_table.c.result).label("result_bytes"),
+)
 RESULT_TTL_S = 24 * 3600.0
 """How long a result that nobody fetched is kept."""
 ROW_TTL_S = 7 * 24 * 3600.0
 SWEEP_ROWS = 1000
+
+
+def result_name(request_id: str) -> str:
+    """The name under which bytes are reserved for the result of a request."""
+    return f"{request_id} result"
 
 
 class SeqConflictError(InvalidInputError):
@@ -59,7 +69,7 @@ class Journal(StoredNoun):
             SeqConflictError: (In the future.) The seq_id was used for a different body or kind.
         """
         # Rows that arrive together are one statement and share one fsync.
-        return self._writer.bulk(_append_all, op)
+        return self._writer.bulk(self._append_all, op)
 
     def note(self, notes: Sequence[Ended | Fetched]) -> Future[list[BaseException | None]]:
         """Record what became of requests, all in one transaction. Never blocks.
@@ -68,12 +78,26 @@ class Journal(StoredNoun):
         """
         return self._writer.batch(self._write_notes, notes)
 
-    def get(self, request_id: str) -> JournalRow | None:
-        return self._first(JournalRow, select(_table).where(_table.c.request_id == request_id))
+    def get(self, request_id: str) -> JournalOutline | None:
+        """A row without what is large in it: hundreds may ask for one at a time."""
+        return self._first(JournalOutline, _OUTLINE.where(_table.c.request_id == request_id))
 
-    def find(self, model_id: str, seq_id: int) -> JournalRow | None:
+    def find(self, model_id: str, seq_id: int) -> JournalOutline | None:
+        """As `get`, by its number."""
         same = (_table.c.model_id == model_id, _table.c.seq_id == seq_id)
-        return self._first(JournalRow, select(_table).where(*same))
+        return self._first(JournalOutline, _OUTLINE.where(*same))
+
+    def result(self, request_id: str) -> bytes | None:
+        """The result of a request; None where there is none, or none any more."""
+        return self._one(_table.c.result, request_id)
+
+    def body(self, request_id: str) -> bytes | None:
+        """The body of a request; None where there is none, or none any more."""
+        return self._one(_table.c.body, request_id)
+
+    def _one(self, column: Column[bytes], request_id: str) -> bytes | None:
+        found = self._scalars(select(column).where(_table.c.request_id == request_id))
+        return found[0] if found else None
 
     def since(self, model_id: str, after_seq_id: int) -> list[JournalRow]:
         """Everything after a snapshot, in order: what a recovery runs again or still has to run."""
@@ -85,12 +109,12 @@ class Journal(StoredNoun):
         query = select(_table.c.model_id).distinct().where(_table.c.finished_at.is_(None))
         return self._scalars(query)
 
-    def timings(self, model_ids: Sequence[str]) -> list[JournalRow]:
-        """Rows without body and result, in order of acceptance: the material of a trace."""
+    def timings(self, model_ids: Sequence[str], limit: int) -> list[JournalRow]:
+        """The newest rows, without body and result: the material of a trace."""
         slim = [c for c in _table.c if c.name not in ("body", "result")]
         left_out = (null().label("body"), null().label("result"))
         query = select(*slim, *left_out).where(_table.c.model_id.in_(model_ids))
-        return self._all(JournalRow, query.order_by(_table.c.accepted_at))
+        return self._all(JournalRow, query.order_by(_table.c.accepted_at.desc()).limit(limit))
 
     def release_bodies(
         self, model_id: str, through_seq_id: int, after_seq_id: int = -1
@@ -100,14 +124,52 @@ class Journal(StoredNoun):
         Args:
             after_seq_id: The snapshot before; rows up to it were released then.
         """
-        statement = (
-            update(_table)
-            .where(_table.c.model_id == model_id, _table.c.seq_id <= through_seq_id)
-            .where(_table.c.seq_id > after_seq_id)  # else it reads every row of a long run
-            .where(_table.c.body.is_not(None))
-            .values(body=None)
+        covered = (
+            _table.c.model_id == model_id,
+            _table.c.seq_id <= through_seq_id,
+            _table.c.seq_id > after_seq_id,  # else it reads every row of a long run
+            _table.c.body.is_not(None),
         )
-        return self._writer.submit(lambda connection: (connection.execute(statement), None)[1])
+
+        def write(connection: Connection) -> None:
+            self._count_dropped(connection, "requests", _table.c.body, covered)
+            connection.execute(update(_table).where(*covered).values(body=None))
+
+        return self._writer.submit(write)
+
+    def replace_body(self, request_id: str, body: bytes) -> Future[None]:
+        """Keep another body of a request, which says what it said and more. Never blocks."""
+        row = (_table.c.request_id == request_id, _table.c.body.is_not(None))
+
+        def write(connection: Connection) -> None:
+            sizes = select(_table.c.user_id, func.length(_table.c.body)).where(*row)
+            for user_id, before in connection.execute(sizes):
+                self._stored.add(user_id, "requests", len(body) - int(before or 0))
+            connection.execute(update(_table).where(*row).values(body=body))
+
+        return self._writer.submit(write)
+
+    def body_bytes(self, model_id: str, through_seq_id: int) -> int:
+        """Bytes that `release_bodies` would drop."""
+        covered = (_table.c.model_id == model_id, _table.c.seq_id <= through_seq_id)
+        query = select(func.sum(func.length(_table.c.body)))
+        return int(self._scalars(query.where(*covered, _table.c.body.is_not(None)))[0] or 0)
+
+    def drop_results(self, model_id: str) -> None:
+        """Drop the results of a run, fetched or not. Blocks."""
+        kept = (_table.c.model_id == model_id, _table.c.result.is_not(None))
+        self._sweep(_some(*kept), update(_table).values(result=None, drop_result_at=None))
+
+    def drop_run(self, model_id: str) -> None:
+        """Drop all rows of a run, which nobody can train on any more. Blocks.
+
+        In small transactions, as `sweep`: on a full disk there is no room for a large one.
+        """
+        self._sweep(
+            _some(_table.c.model_id == model_id),
+            _table.delete(),
+            dropped=(("requests", _table.c.body), ("results", _table.c.result)),
+        )
 
     def sweep(self, now: float | None = None) -> None:
         """Drop results and rows whose time has come. Call it every minute or so; it blocks.
@@ -115,17 +177,39 @@ class Journal(StoredNoun):
         Works in small transactions, so that requests never wait for more than one of them.
         """
         now = time.time() if now is None else now
-        gone = {"result": None, "drop_result_at": None}
         # Results first: a row without one is small, and is kept for days so that repeats find it.
         ripe = _some(_table.c.drop_result_at < now)
-        self._repeat(update(_table).where(_table.c.request_id.in_(ripe)).values(gone))
+        self._sweep(ripe, update(_table).values(result=None, drop_result_at=None))
         # A row that has its body is one that no snapshot covers: a replay needs it, however old.
         old = _some(_table.c.finished_at < now - self._row_ttl_s, _table.c.body.is_(None))
-        self._repeat(_table.delete().where(_table.c.request_id.in_(old)))
+        self._sweep(old, _table.delete())
 
-    def _repeat(self, statement: Any) -> None:
-        while self._write(statement) == SWEEP_ROWS:
+    def _sweep(
+        self,
+        chosen: Any,
+        statement: Any,
+        dropped: Sequence[tuple[StoredKindName, Any]] = (("results", _table.c.result),),
+    ) -> None:
+        """Run a statement that drops bytes on the rows of a query, until it finds no more."""
+
+        def write(connection: Connection) -> int:
+            ids = list(connection.execute(chosen).scalars())
+            of_them = _table.c.request_id.in_(ids)
+            for kind, column in dropped:
+                self._count_dropped(connection, kind, column, (of_them,))
+            connection.execute(statement.where(of_them))
+            return len(ids)
+
+        while self._writer.run(write) == SWEEP_ROWS:
             pass
+
+    def _count_dropped(
+        self, connection: Connection, kind: StoredKindName, column: Any, where: Sequence[Any]
+    ) -> None:
+        """Take the bytes of a column that is about to be emptied from the counts of users."""
+        sums = select(_table.c.user_id, func.sum(func.length(column)))
+        for user_id, size in connection.execute(sums.where(*where).group_by(_table.c.user_id)):
+            self._stored.add(user_id, kind, -int(size or 0))
 
     def _write_notes(self, connection: Connection, notes: Sequence[Ended | Fetched]) -> None:
         ends = [note for note in notes if isinstance(note, Ended)]
@@ -134,6 +218,7 @@ class Journal(StoredNoun):
             # Most results are fetched before their end is written: then one statement says both.
             ttl_s = self._result_ttl_s
             rows = [_end_row(e, drops.get(e.request_id, e.finished_at + ttl_s)) for e in ends]
+            self._count_results(connection, ends)
             connection.execute(_END, rows)
             for end in ends:
                 drops.pop(end.request_id, None)
@@ -142,6 +227,31 @@ class Journal(StoredNoun):
             Usage.write(connection, counts)
         if drops:
             connection.execute(_FETCHED, [{"id": name, "at": at} for name, at in drops.items()])
+
+    def _count_results(self, connection: Connection, ends: Sequence[Ended]) -> None:
+        """Count results that are about to be written, instead of those that they replace."""
+        sizes = {end.request_id: len(end.result or b"") for end in ends}
+        columns = (_table.c.request_id, _table.c.user_id, func.length(_table.c.result))
+        rows = connection.execute(select(*columns).where(_table.c.request_id.in_(sizes)))
+        before = {request_id: (user_id, size or 0) for request_id, user_id, size in rows}
+        for request_id, size in sizes.items():
+            # The row of a run that was deleted is gone; what was reserved for it ends all the same.
+            user_id, old = before.get(request_id, ("", size))
+            name = result_name(request_id)
+            self._stored.add(user_id, "results", size - old, name=name)
+
+    def _append_all(self, connection: Connection, ops: Sequence[NewRow]) -> list[bool | Exception]:
+        rows = [_row(op) for op in ops]
+        # Nearly always all are new, and one statement says so; only else is each looked up.
+        new = _insert(connection, rows)
+        sizes = {row["request_id"]: len(row["body"] or b"") for row in rows}
+        owners = {op.request_id: op.user_id for op in ops}
+        for request_id in new:
+            self._stored.add(owners[request_id], "requests", sizes[request_id], name=request_id)
+        return [
+            True if op.request_id in new else _appended(connection, op, row)
+            for op, row in zip(ops, rows, strict=True)
+        ]
 
 
 def _some(*conditions: Any) -> Any:
@@ -152,24 +262,18 @@ def body_hash(kind: str, body: bytes) -> bytes:
     return hashlib.blake2b(kind.encode() + b"\0" + body, digest_size=16).digest()
 
 
-def _append_all(connection: Connection, ops: Sequence[NewRow]) -> list[bool | Exception]:
-    rows = [_row(op) for op in ops]
-    # Nearly always all are new, and one statement says so; only else is each looked up.
-    new = _insert(connection, rows)
-    return [
-        True if op.request_id in new else _appended(connection, op, row)
-        for op, row in zip(ops, rows, strict=True)
-    ]
-
-
 def _insert(connection: Connection, rows: list[dict[str, Any]]) -> set[str]:
-    """Insert what is not there yet; gives the request ids that are known to be new."""
+    """Insert what is not there yet; gives the request ids that are new."""
     statement = insert_or_ignore(connection, _table)
     if connection.dialect.name == "postgresql":
         # With RETURNING many rows travel in one statement: three times as fast as one by one.
         return set(connection.execute(statement.returning(_table.c.request_id), rows).scalars())
-    written = connection.execute(statement, rows)
-    return {row["request_id"] for row in rows} if written.rowcount == len(rows) else set()
+    with connection.begin_nested() as point:
+        if connection.execute(statement, rows).rowcount == len(rows):
+            return {row["request_id"] for row in rows}
+        point.rollback()  # some were there: one by one says which
+    # As lists of one: of a single row SQLAlchemy does not keep the count.
+    return {row["request_id"] for row in rows if connection.execute(statement, [row]).rowcount}
 
 
 def _appended(connection: Connection, op: NewRow, row: dict[str, Any]) -> bool | Exception:

@@ -6,8 +6,8 @@ The time of the last request is gathered in memory and written about once a seco
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -35,7 +35,10 @@ from tinkex.store.writer import GroupWriter
 
 _table = schema.models
 _snapshots = schema.snapshots
-_SEARCHED = (_table.c.model_id, _table.c.base_model)
+_OLDEST = (_table.c.created_at.asc(), _table.c.model_id.asc())
+_LAST = _table.c.continued_by.is_(None)
+"""Only the last segment of a run that was resumed is listed."""
+_SEARCHED = (_table.c.model_id, _table.c.base_model, _table.c.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +46,15 @@ class RunFilter:
     """Which runs, and in which order; what is empty does not matter."""
 
     search: str = ""
-    """A part of a run's id, of its base model, or of the name its session has."""
+    """A part of a run's id, of its name, of its base model, or of the name its session has."""
     tag: str = ""
     base_model: str = ""
+    project: str = ""
+    """The project of its session."""
     status: str = ""
-    """`running`, `idle`, `finished` or `lost`."""
+    """`running`, `idle`, `finished`, `stopped`, `failed` or `lost`."""
+    silent_since: float = 0.0
+    """A program that was not heard of since then has left: its run is finished."""
     busy: tuple[str, ...] = ()
     """The runs that have something to do now."""
     order: str = "newest"
@@ -67,31 +74,47 @@ class RunFilter:
         if self.tag:
             # The list is stored as JSON text; quotes around make it the whole tag.
             text = orjson.dumps(self.tag).decode()
-            conditions.append(
-                _of_sessions(cast(sessions.c.tags, String).contains(text, autoescape=True))
-            )
+            own = cast(_table.c.tags, String)
+            inherited = _of_sessions(cast(sessions.c.tags, String).contains(text, autoescape=True))
+            # A run without tags of its own stores NULL, or the JSON word for it.
+            has_none = or_(own.is_(None), own == "null")
+            conditions.append(or_(own.contains(text, autoescape=True), and_(has_none, inherited)))
         if self.base_model:
             conditions.append(_table.c.base_model == self.base_model)
+        if self.project:
+            conditions.append(_of_sessions(sessions.c.project_id == self.project))
         if self.status:
             conditions.append(self._status())
         return conditions
 
     def _status(self) -> ColumnElement[bool]:
         is_busy = _table.c.model_id.in_(self.busy)
+        sessions = schema.sessions
+        is_silent = and_(
+            _table.c.last_request_time <= self.silent_since,
+            _of_sessions(sessions.c.last_heartbeat <= self.silent_since),
+        )
         is_over = or_(
-            _table.c.unloaded.is_(True), _of_sessions(schema.sessions.c.status_type != "active")
+            _table.c.unloaded.is_(True), _of_sessions(sessions.c.status_type != "active"), is_silent
         )
         is_lost = _table.c.corrupted.is_(True)
+        ended = cast(sessions.c.status, String)
+        is_stopped = _of_sessions(
+            or_(sessions.c.status_type == "cancelled", ended.contains('"interrupted"'))
+        )
+        is_failed = _of_sessions(ended.contains('"errored"'))
         return {
             "running": and_(is_busy, ~is_lost),
             "lost": is_lost,
-            "finished": and_(is_over, ~is_busy, ~is_lost),
+            "stopped": and_(is_stopped, ~is_busy, ~is_lost),
+            "failed": and_(is_failed, ~is_busy, ~is_lost),
+            "finished": and_(is_over, ~is_stopped, ~is_failed, ~is_busy, ~is_lost),
             "idle": and_(~is_over, ~is_busy, ~is_lost),
         }.get(self.status, false())
 
     def ordering(self) -> list[ColumnElement[Any]]:
         if self.order == "oldest":
-            return [_table.c.created_at.asc(), _table.c.model_id.asc()]
+            return list(_OLDEST)
         moment = _table.c.last_request_time if self.order == "active" else _table.c.created_at
         return [moment.desc(), _table.c.model_id.desc()]
 
@@ -104,6 +127,8 @@ class FilteredRuns:
     total: int
     base_models: list[str]
     """What the user's runs, fitting or not, are trained on."""
+    projects: list[str]
+    """Projects that the user's sessions belong to."""
 
 
 class Models(StoredNoun):
@@ -145,6 +170,84 @@ class Models(StoredNoun):
         """On which base weights the run was made."""
         self._set(model_id, {"base_fingerprint": fingerprint})
 
+    def revise(self, model_id: str, change: Callable[[Model], dict[str, Any]]) -> Model:
+        """Set columns of a run to what `change` makes of the row as it is; gives the new one.
+
+        No other write comes between, so `change` may add to what is there. What it raises is
+        raised here, and nothing is written.
+
+        Raises:
+            LookupError: There is no such run.
+        """
+
+        def write(connection: Connection) -> Model:
+            model = _read(connection, model_id)
+            return _revised(connection, model, change(model))
+
+        return self._writer.run(write)
+
+    def continue_run(self, model_id: str, before_id: str, values: dict[str, Any]) -> Model:
+        """Make a run the last segment of the run that `before_id` belongs to.
+
+        What the user called and noted of the run so far goes over, where the new segment has
+        nothing of its own. `values` are further columns.
+        """
+
+        def write(connection: Connection) -> Model:
+            model, before = _read(connection, model_id), _read(connection, before_id)
+            first = before.first_run_id or before.model_id
+            last = _read(connection, before.continued_by or before_id)
+            inherited = {
+                "name": model.name or last.name,
+                "note": model.note or last.note,
+                "tags": model.tags or last.tags,
+                "settings": {**(last.settings or {}), **(model.settings or {})} or None,
+            }
+            joined = {"continues": before_id, "first_run_id": first, "continued_by": None}
+            of_run = or_(_table.c.model_id == first, _table.c.first_run_id == first)
+            others = update(_table).where(of_run, _table.c.model_id != model_id)
+            connection.execute(others.values(continued_by=model_id))
+            return _revised(connection, model, {**inherited, **joined, **values})
+
+        return self._writer.run(write)
+
+    def named(self, user_id: str, name: str) -> Model | None:
+        """A user's newest run of a name: its own, or, where it has none, that of its session."""
+        of_session = _of_sessions(schema.sessions.c.display_name == name)
+        called = or_(_table.c.name == name, and_(_table.c.name.is_(None), of_session))
+        query = select(_table).where(_table.c.user_id == user_id, _LAST, called)
+        return self._first(Model, query.order_by(_table.c.created_at.desc()).limit(1))
+
+    def names(self, user_id: str, limit: int) -> list[str]:
+        """The names of a user's newest runs, each once."""
+        sessions = schema.sessions
+        name = func.coalesce(_table.c.name, sessions.c.display_name)
+        query = select(name).join(sessions, sessions.c.session_id == _table.c.session_id)
+        query = query.where(_table.c.user_id == user_id, _LAST, name.is_not(None))
+        found = self._scalars(query.order_by(_table.c.created_at.desc()).limit(limit))
+        return list(dict.fromkeys(found))
+
+    def segments(self, model: Model) -> list[Model]:
+        """All segments of the run that a model belongs to, the first one first."""
+        first = model.first_run_id or model.model_id
+        of_run = or_(_table.c.model_id == first, _table.c.first_run_id == first)
+        return self._all(Model, select(_table).where(of_run).order_by(*_OLDEST))
+
+    def later_segments(self, first_run_id: str) -> list[str]:
+        """The ids of all segments of a run but the first one."""
+        query = select(_table.c.model_id).where(_table.c.first_run_id == first_run_id)
+        return list(self._scalars(query))
+
+    def segments_of_runs(self, first_run_ids: Sequence[str]) -> dict[str, list[Model]]:
+        """All segments of some runs, by the ids of their first ones, the first one first."""
+        of_runs = or_(
+            _table.c.model_id.in_(first_run_ids), _table.c.first_run_id.in_(first_run_ids)
+        )
+        segments: dict[str, list[Model]] = {}
+        for model in self._all(Model, select(_table).where(of_runs).order_by(*_OLDEST)):
+            segments.setdefault(model.first_run_id or model.model_id, []).append(model)
+        return segments
+
     def of_session(self, session_id: str) -> list[Model]:
         query = select(_table).where(_table.c.session_id == session_id)
         return self._all(Model, query.order_by(_table.c.model_seq_id))
@@ -163,7 +266,7 @@ class Models(StoredNoun):
         `with_public` adds other users' runs that have a public checkpoint.
         """
         mine = true() if user_id is None else _table.c.user_id == user_id
-        where = [or_(mine, _table.c.model_id.in_(_public_runs())) if with_public else mine]
+        where = [or_(mine, _table.c.model_id.in_(_public_runs())) if with_public else mine, _LAST]
         if project_id is not None:
             where.append(_of_sessions(schema.sessions.c.project_id == project_id))
         order = (_table.c.created_at.desc(), _table.c.model_id.desc())
@@ -174,12 +277,16 @@ class Models(StoredNoun):
     ) -> FilteredRuns:
         """The runs of a user that fit, with their sessions; of all users where it is None."""
         owned = [_table.c.user_id == user_id] if user_id is not None else []
-        where = [*owned, *wanted.conditions()]
+        where = [*owned, _LAST, *wanted.conditions()]
         # A search looks at every row, so it counts in the same scan; an index counts all rows.
         counted = [func.count().over().label("total")] if wanted.search else []
         query = select(_table, *counted).where(*where).order_by(*wanted.ordering())
         count = select(func.count()).select_from(_table).where(*where)
         names = select(_table.c.base_model).where(*owned).distinct().limit(200)
+        session = schema.sessions.c
+        projects = select(session.project_id).where(session.project_id.is_not(None)).distinct()
+        if user_id is not None:
+            projects = projects.where(session.user_id == user_id)
         with self._reader.connect() as connection:
             found = connection.execute(query.limit(limit).offset(offset)).mappings().all()
             models = [record(Model, row) for row in found]
@@ -193,6 +300,7 @@ class Models(StoredNoun):
                 sessions={row["session_id"]: record(Session, row) for row in rows},
                 total=total,
                 base_models=sorted(connection.execute(names).scalars()),
+                projects=sorted(connection.execute(projects.limit(200)).scalars()),
             )
 
     def has_public(self, model_id: str) -> bool:
@@ -217,6 +325,10 @@ class Models(StoredNoun):
             connection.execute(insert_or_replace(connection, _snapshots), row_of(snapshot))
             if before and before["folder"] != snapshot.folder:
                 note_deleted(connection, before["folder"])
+            size = snapshot.size_bytes - (before["size_bytes"] if before else 0)
+            owner = connection.execute(_owner(snapshot.model_id)).scalar_one_or_none()
+            if owner is not None:
+                self._stored.add(owner, "state", size, name=snapshot.folder)
             return Snapshot(**before) if before else None
 
         return self._writer.run(write)
@@ -228,14 +340,35 @@ class Models(StoredNoun):
         of_model = _snapshots.c.model_id == model_id
 
         def write(connection: Connection) -> None:
-            for folder in connection.execute(select(_snapshots.c.folder).where(of_model)).scalars():
-                note_deleted(connection, folder)
+            for gone in connection.execute(select(_snapshots).where(of_model)).mappings():
+                note_deleted(connection, gone["folder"])
+                owner = connection.execute(_owner(model_id)).scalar_one_or_none()
+                if owner is not None:
+                    self._stored.add(owner, "state", -gone["size_bytes"])
             connection.execute(_snapshots.delete().where(of_model))
 
         self._writer.run(write)
 
     def _set(self, model_id: str, values: dict[str, Any]) -> None:
         self._write(update(_table).where(_table.c.model_id == model_id).values(**values))
+
+
+def _read(connection: Connection, model_id: str) -> Model:
+    row = connection.execute(select(_table).where(_table.c.model_id == model_id)).mappings().first()
+    if row is None:
+        raise LookupError(f"there is no run {model_id!r}")
+    return record(Model, row)
+
+
+def _revised(connection: Connection, model: Model, values: dict[str, Any]) -> Model:
+    if values:
+        of_model = _table.c.model_id == model.model_id
+        connection.execute(update(_table).where(of_model).values(**values))
+    return replace(model, **values)
+
+
+def _owner(model_id: str) -> Any:
+    return select(_table.c.user_id).where(_table.c.model_id == model_id)
 
 
 def _unused_since(moment: float) -> Any:

@@ -33,6 +33,7 @@ class StoredNoun:
     def __init__(self, reader: Engine, writer: GroupWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._stored = writer.stored
 
     def _all(self, kind: type[R], query: Any) -> list[R]:
         with self._reader.connect() as connection:

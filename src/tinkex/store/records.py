@@ -56,6 +56,30 @@ class ApiKey:
         return self.role == "admin"
 
 
+BudgetScope = Literal["user", "key", "run"]
+BudgetUnit = Literal["tokens", "device_seconds", "money"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpendingBudget:
+    """A limit on what a user, a key or a run may use in all, from when it was set."""
+
+    scope: BudgetScope
+    subject: str
+    """The id of the user or run, or the number of the key."""
+    unit: BudgetUnit
+    user_id: str
+    """Whose work it limits."""
+    amount: float
+    pauses: bool
+    """At the edge work waits until there is more; else it is refused."""
+    by_admin: bool
+    """Only administrators change it."""
+    set_at: float
+    before: dict[str, float]
+    """The use before it was set, by `MODEL kind`; it does not count."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     session_id: str
@@ -90,6 +114,25 @@ class Model:
     unloaded: bool
     base_fingerprint: str | None = None
     """Of the base weights it was made on; None where the engine has none to say."""
+    name: str | None = None
+    """Given by its user; None: it goes by the name of its session."""
+    note: str | None = None
+    tags: list[str] | None = None
+    """Given by its user; None: it has those of its session."""
+    settings: dict[str, Any] | None = None
+    """What its program says it was started with: hyperparameters, data, reward."""
+    made_from: str | None = None
+    """The path of the checkpoint it began as."""
+    continues: str | None = None
+    """The run that it goes on from: both are segments of one run."""
+    continues_step: int | None = None
+    """The step of the program at which it goes on; the server's own count is `first_step`."""
+    first_step: int | None = None
+    """Optimizer steps that the segments before it made; None: it is a run of its own."""
+    first_run_id: str | None = None
+    """The first segment of a run that has several; None: this one."""
+    continued_by: str | None = None
+    """The last segment, which stands for the run in lists; None: this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +176,23 @@ class JournalRow:
     error: str | None
     error_category: str | None
     key_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalOutline:
+    """A row of the journal without its body and its result, which may be large."""
+
+    model_id: str
+    kind: str
+    request_id: str
+    user_id: str
+    body_hash: bytes
+    state: RowState
+    result_bytes: int | None
+    """How long the result is; None where there is none, or none any more."""
+    result_type: str | None
+    error: str | None
+    error_category: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +262,10 @@ class SamplingSession:
     created_at: float
     model_id: str | None = None
     """The run that such a folder is of."""
+    size_bytes: int = 0
+    """Of such a folder; 0 in rows of before, until a server has measured it."""
+    inflight: bool = False
+    """Samples from the newest weights that its run saved in this manner, not from its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,6 +290,8 @@ class Checkpoint:
     user_metadata: dict[str, str] | None = None
     request_id: str | None = None
     """The request that saved it: a replay after a crash finds its own work done."""
+    num_steps: int | None = None
+    """Optimizer steps of its run when it was saved; None where nobody counted."""
 
     @property
     def checkpoint_id(self) -> str:
@@ -242,6 +308,8 @@ class CustomLoss:
     inputs: list[dict[str, Any]]
     graph: dict[str, Any]
     created_at: float
+    size_bytes: int = 0
+    """Of its inputs and its graph, in the database."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +320,8 @@ class Snapshot:
     seq_id: int
     folder: str
     created_at: float
+    size_bytes: int = 0
+    """Of its folder; 0 in rows of before, until a server has measured it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

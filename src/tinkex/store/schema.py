@@ -68,6 +68,11 @@ def _column(name: str, hint: Any, *, is_key: bool) -> Column[Any]:
     return Column(name, column_type, primary_key=is_key, nullable=type(None) in kinds)
 
 
+def _size_bytes() -> Column[int]:
+    """The size of what a row stands for; rows of before the column have 0."""
+    return Column("size_bytes", BigInteger, nullable=False, server_default="0")
+
+
 users = Table(
     "users",
     metadata,
@@ -107,6 +112,8 @@ models = _table(
     Index("ix_models_owner", "user_id", "created_at"),
     Index("ix_models_created", "created_at", "model_id"),
     Index("ix_models_bases", "user_id", "base_model"),
+    Index("ix_models_names", "user_id", "name"),
+    Index("ix_models_segments", "first_run_id"),
     key=("model_id",),
 )
 
@@ -124,12 +131,13 @@ journal = _table(
     key=("model_id", "seq_id"),
 )
 
-snapshots = _table("snapshots", records.Snapshot, key=("model_id",))
+snapshots = _table("snapshots", records.Snapshot, _size_bytes(), key=("model_id",))
 
 sampling_sessions = _table(
     "sampling_sessions",
     records.SamplingSession,
     Column("num_clients", BigInteger, nullable=False),
+    _size_bytes(),
     UniqueConstraint("session_id", "seq_id"),
     Index("ix_sampling_sessions_model", "model_id"),
     key=("sampling_session_id",),
@@ -147,12 +155,16 @@ checkpoints = _table(
 custom_losses = _table(
     "custom_losses",
     records.CustomLoss,
+    _size_bytes(),
     UniqueConstraint("session_id", "seq_id"),
+    Index("ix_custom_losses_owner", "user_id"),
     key=("loss_id",),
 )
 
 # Empty text, or key 0, stands for "not known": NULLs never conflict, so they cannot be part of a
 # primary key.
+budgets = _table("budgets", records.SpendingBudget, key=("scope", "subject", "unit"))
+
 usage = Table(
     "usage",
     metadata,

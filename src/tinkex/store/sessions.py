@@ -67,9 +67,6 @@ class Sessions(StoredNoun):
         ended = update(_table).where(*active).values(status=status, status_type=status["type"])
         return self._write(ended) > 0
 
-    def set_tags(self, session_id: str, tags: list[str]) -> None:
-        self._write(update(_table).where(_table.c.session_id == session_id).values(tags=tags))
-
     def set_project(self, session_id: str, project_id: str) -> None:
         """Move a session, with the checkpoints of its runs, to a project."""
         runs = select(schema.models.c.model_id).where(schema.models.c.session_id == session_id)
@@ -105,6 +102,10 @@ class Sessions(StoredNoun):
 
         def write(connection: Connection) -> int:
             chosen = list(connection.execute(old.limit(FORGET_AT_ONCE)).scalars())
+            of_them = select(losses.c.user_id, func.sum(losses.c.size_bytes))
+            of_them = of_them.where(losses.c.session_id.in_(chosen)).group_by(losses.c.user_id)
+            for user_id, size in connection.execute(of_them):
+                self._stored.add(user_id, "losses", -int(size))
             for table in (samplers, losses, _table):
                 connection.execute(table.delete().where(table.c.session_id.in_(chosen)))
             return len(chosen)
@@ -116,11 +117,9 @@ class Sessions(StoredNoun):
         found = select(_table).where(*_conditions(query)).order_by(*_NEWEST).limit(limit)
         return self._all(Session, found)
 
-    def called(self, session_ids: Collection[str]) -> dict[str, tuple[str | None, bool]]:
-        """The display name of each, and whether it is active."""
-        columns = (_table.c.session_id, _table.c.display_name, _table.c.status_type)
-        rows = self._rows(select(*columns).where(_table.c.session_id.in_(session_ids)))
-        return {row[0]: (row[1], row[2] == "active") for row in rows}
+    def by_id(self, session_ids: Collection[str]) -> dict[str, Session]:
+        query = select(_table).where(_table.c.session_id.in_(session_ids))
+        return {session.session_id: session for session in self._all(Session, query)}
 
 
 def _conditions(query: SessionQuery) -> list[Any]:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from tinkex.store.accounts import Accounts
 from tinkex.store.binding import bind
+from tinkex.store.budgets import StoredBudgets
 from tinkex.store.checkpoints import Audit, CheckpointNames, Checkpoints
 from tinkex.store.claim import Claim, Fence
 from tinkex.store.curves import Curves
@@ -25,8 +26,11 @@ from tinkex.store.database import open_database, sqlite_url
 from tinkex.store.folders import Folders
 from tinkex.store.journal import RESULT_TTL_S, ROW_TTL_S, Journal
 from tinkex.store.models import Models
+from tinkex.store.rates import StoredRates
+from tinkex.store.runs import Runs
 from tinkex.store.sampling import Sampling
 from tinkex.store.sessions import Sessions
+from tinkex.store.stored_bytes import Counts, recount
 from tinkex.store.trajectories import Trajectories
 from tinkex.store.usage import Usage
 from tinkex.store.writer import GroupWriter
@@ -54,10 +58,14 @@ class Store:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tinkex-store")
         self._claim = Claim(self._database.writer)
         reader = self._database.reader
+        self.stored = self._writer.stored
         self.accounts = Accounts(reader, self._writer)
         self.sessions = Sessions(reader, self._writer)
         self.models = Models(reader, self._writer)
+        self.runs = Runs(reader, self._writer)
         self.usage = Usage(reader, self._writer)
+        self.rates = StoredRates(reader, self._writer)
+        self.budgets = StoredBudgets(reader, self._writer)
         self.journal = Journal(reader, self._writer, result_ttl_s, row_ttl_s)
         self.sampling = Sampling(reader, self._writer)
         self.checkpoints = Checkpoints(reader, self._writer)
@@ -90,6 +98,14 @@ class Store:
             bind(self._database.writer, data_dir)
         if self._claim.can_be_lost:
             self._writer.fence = Fence(self._database.writer)
+
+    def count_bytes(self) -> None:
+        """Take the counts of `stored` from the database, once; writes keep them from then on."""
+        self._writer.run(self.stored.load)
+
+    def recount_bytes(self) -> Counts:
+        """The bytes of all users as the database says, which `stored` must be equal to."""
+        return self._writer.run(recount)
 
     def on_fenced(self, told: Callable[[], None]) -> None:
         """Be told, on another thread, when another server took this database over."""

@@ -15,6 +15,7 @@ from tinkex.store.noun import StoredNoun, row_of
 from tinkex.store.records import TrajectoryAnswer
 
 _table = schema.trajectory_answers
+_SIZED = (_table.c.prompt_tokens, _table.c.tokens, _table.c.logprobs)
 MAX_BYTES_PER_USER = 1_000_000_000
 MAX_ANSWERS = 10_000
 MAX_BYTES = 32_000_000
@@ -33,6 +34,8 @@ class Trajectories(StoredNoun):
             for row in rows:
                 statement = insert(_table).values(row).returning(_table.c.answer_id)
                 numbers.append(int(connection.execute(statement).scalar_one()))
+                size = sum(len(row[column.name]) for column in _SIZED)
+                self._stored.add(row["user_id"], "trajectories", size)
             return numbers
 
         return self._writer.run(write)
@@ -44,7 +47,7 @@ class Trajectories(StoredNoun):
 
     def remove(self, user_id: str, trajectory_id: str) -> int:
         """Forget a trajectory; gives how many answers it had."""
-        return self._write(delete(_table).where(_is_of(user_id, trajectory_id)))
+        return self._remove(_is_of(user_id, trajectory_id))
 
     def extent(self, user_id: str, trajectory_id: str) -> tuple[int, int]:
         """How many answers a trajectory has, and the bytes of their tokens and logprobs."""
@@ -58,7 +61,18 @@ class Trajectories(StoredNoun):
         return int(size)
 
     def forget_before(self, created_before: float) -> int:
-        return self._write(delete(_table).where(_table.c.created_at < created_before))
+        return self._remove(_table.c.created_at < created_before)
+
+    def _remove(self, condition: ColumnElement[bool]) -> int:
+        def write(connection: Connection) -> int:
+            sums = (
+                select(_table.c.user_id, _num_bytes()).where(condition).group_by(_table.c.user_id)
+            )
+            for user_id, size in connection.execute(sums):
+                self._stored.add(user_id, "trajectories", -int(size))
+            return connection.execute(delete(_table).where(condition)).rowcount
+
+        return self._writer.run(write)
 
 
 def _is_of(user_id: str, trajectory_id: str) -> ColumnElement[bool]:
@@ -66,8 +80,5 @@ def _is_of(user_id: str, trajectory_id: str) -> ColumnElement[bool]:
 
 
 def _num_bytes() -> ColumnElement[int]:
-    first, *others = (
-        func.coalesce(func.sum(func.length(column)), 0)
-        for column in (_table.c.prompt_tokens, _table.c.tokens, _table.c.logprobs)
-    )
+    first, *others = (func.coalesce(func.sum(func.length(column)), 0) for column in _SIZED)
     return sum(others, start=first)

@@ -1,11 +1,13 @@
 """Who used how much: tokens, checkpoints, stored bytes; a row for each hour, run and key.
 
 Training counts are written with the result they belong to; sampling counts are gathered in memory
-and written about once a second, so that a sample costs no commit of its own.
+and written about once a second, so that a sample costs no commit of its own, unless a budget
+depends on it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Engine, case, func, select
+from sqlalchemy.exc import OperationalError
 
 from tinkex.store import schema
 from tinkex.store.noun import StoredNoun
@@ -78,6 +81,11 @@ class Usage(StoredNoun):
             for kind, count in counts.items():
                 key = (*who, kind, *rest)
                 self._gathered[key] = self._gathered.get(key, 0.0) + count
+
+    def flush(self) -> None:
+        """Write what was counted so far. What a full disk does not take is kept, and follows."""
+        with contextlib.suppress(OperationalError):
+            self._writer.flush()
 
     @staticmethod
     def write(connection: Connection, counts: Iterable[UsageCount]) -> None:

@@ -34,6 +34,7 @@ from sqlalchemy.exc import OperationalError
 
 from tinkex.errors import TinkerError
 from tinkex.store.claim import Fence, FencedError
+from tinkex.store.stored_bytes import StoredBytes
 
 T = TypeVar("T")
 log = logging.getLogger("tinkex.store")
@@ -66,6 +67,8 @@ class _Write:
 class GroupWriter:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.stored = StoredBytes()
+        """Told by writes, inside their transactions, of the bytes that they store or drop."""
         # The file of SQLite stays where it is, and taking a connection from the pool costs as much
         # as a write. One over a network is taken each time: the pool looks whether it still lives.
         self._keeps_connection = engine.dialect.name == "sqlite"
@@ -205,9 +208,13 @@ class GroupWriter:
         try:
             with connection.begin():
                 results = self._write(connection, group)
+            self.stored.committed()
             if self._keeps_connection:
                 self._kept_connection = connection
             return results
+        except BaseException:
+            self.stored.rolled_back()
+            raise
         finally:
             if self._kept_connection is None:
                 connection.close()

@@ -30,9 +30,11 @@ if TYPE_CHECKING:  # every module of `_MODULES`; a test compares them
     from tinkex.types.sampling.snapshot import *
     from tinkex.types.sampling.stop_reason import *
     from tinkex.types.sampling.trajectory import *
+    from tinkex.types.service.checkpoint_search import *
     from tinkex.types.service.future_results import *
     from tinkex.types.service.futures import *
     from tinkex.types.service.request_error import *
+    from tinkex.types.service.search_owner import *
     from tinkex.types.service.server import *
     from tinkex.types.service.session_search import *
     from tinkex.types.service.session_status import *
@@ -43,6 +45,7 @@ if TYPE_CHECKING:  # every module of `_MODULES`; a test compares them
     from tinkex.types.training.models import *
     from tinkex.types.training.optimizer import *
     from tinkex.types.training.weights import *
+    from tinkex.types.training.weights_upload import *
 
 # Adam, Dimuon of the hosted service, and whatever else is declared.
 _OPTIMIZERS = ("Dimuon", *(each.__name__.removesuffix("Params") for each in OPTIMIZERS.values()))
@@ -58,7 +61,7 @@ _NAMES = {
     "account.checkpoints": (
         "CheckpointName CheckpointNamesResponse Checkpoint CheckpointArchiveUrlResponse "
         "CheckpointType CheckpointsListResponse Cursor ParsedCheckpointTinkerPath "
-        "SetCheckpointTtlRequest RunWorker TrainingRun TrainingRunsResponse"
+        "SetCheckpointTtlRequest RunReference RunSegment RunWorker TrainingRun TrainingRunsResponse"
     ),
     "data.chunks": "DmelChunk EncodedTextChunk ImageAssetPointerChunk ImageChunk ModelInputChunk",
     "data.datum": "Datum",
@@ -78,24 +81,29 @@ _NAMES = {
     "sampling.snapshot": "WeightsSnapshot",
     "sampling.stop_reason": "StopReason",
     "sampling.trajectory": "Trajectory TrajectoryAnswer TrajectorySequence",
+    "service.checkpoint_search": (
+        "CheckpointSearchCursor CheckpointSearchRequest CheckpointSearchResponse"
+    ),
     "service.future_results": "FutureRetrieveResponse",
     "service.futures": (
-        "CancelFutureRequest CompleteMetadataResponse FutureCompletion FutureFailed "
-        "FutureFinished FutureRetrieveRequest FuturesRetrieveRequest "
+        "CancelFutureRequest CompleteMetadataResponse FutureCompletedResponse FutureCompletion "
+        "FutureFailed FutureFailedResponse FutureFinished FuturePendingResponse "
+        "FutureRetrieveRequest FuturesRetrieveRequest "
         "FuturesRetrieveResponse QueueState RequestFailedResponse SamplingSessionFuturesTarget "
         "TryAgainResponse UntypedAPIFuture"
     ),
     "service.request_error": "RequestErrorCategory is_retryable",
+    "service.search_owner": ("AccessibleSearchOwner OwnSearchOwner SearchOwner UserSearchOwner"),
     "service.server": (
         "ApiKeyDetails ApiKeyResponse AuthTokenResponse ClientConfigRequest ClientConfigResponse "
         "ClientDynamicConfigResponse GetServerCapabilitiesResponse HealthResponse OrgDetails "
         "SupportedModel UserDetails WhoamiResponse"
     ),
     "service.session_search": (
-        "AccessibleSearchOwner ActiveSessionStatusQuery CancelledSessionStatusQuery "
-        "ClientFinishedSessionStatusQuery FailedSessionStatusQuery OwnSearchOwner SearchOwner "
+        "ActiveSessionStatusQuery CancelledSessionStatusQuery "
+        "ClientFinishedSessionStatusQuery FailedSessionStatusQuery "
         "SessionSearchCursor SessionSearchRequest SessionSearchResponse SessionStatusQuery "
-        "SessionSummary UserSearchOwner"
+        "SessionSummary"
     ),
     "service.session_status": (
         "ClientSessionFinishErrored ClientSessionFinishInterrupted ClientSessionFinishReason "
@@ -133,7 +141,12 @@ _NAMES = {
         "LoadWeightsResponse SaveWeightsExternalRequest SaveWeightsExternalResponse "
         "SaveWeightsExternalResponseInternal SaveWeightsForSamplerRequest "
         "SaveWeightsForSamplerResponse SaveWeightsForSamplerResponseInternal SaveWeightsRequest "
-        "SaveWeightsResponse WeightsInfoRequest WeightsInfoResponse"
+        "SamplingClientKind SaveWeightsResponse WeightsInfoRequest WeightsInfoResponse"
+    ),
+    "training.weights_upload": (
+        "ExternalWeightsUploadFinishRequest ExternalWeightsUploadFinishResponse "
+        "ExternalWeightsUploadFinishResult ExternalWeightsUploadStartRequest "
+        "ExternalWeightsUploadStartResponse ExternalWeightsUploadStartResult"
     ),
 }
 """The public names of each module."""

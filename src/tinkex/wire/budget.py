@@ -12,16 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from tinkex.contract.cost import JSON, PROTOBUF, Cost
 from tinkex.errors import WireError
 from tinkex.wire import tinker_public_pb2 as pb
 
 # Below this size no amplification is worth counting.
 _SMALL_BYTES = 128 * 1024
-MAX_JSON_BYTES = 24 * 1024 * 1024
-_MAX_CONTAINERS = 250_000
-_MAX_STRINGS = 500_000
-_MAX_VALUES = 1_500_000
-_MAX_FIELDS = 200_000
 
 # A protobuf schema: field number -> schema of the message in it. PACKED marks a list of small
 # numbers, of which every byte may become eight.
@@ -49,29 +45,19 @@ def check_json(content: bytes) -> None:
     """Refuse JSON that would become too many Python objects."""
     if len(content) <= _SMALL_BYTES:
         return
-    _limit(len(content), MAX_JSON_BYTES, "bytes of JSON")
-    _limit(content.count(b"[") + content.count(b"{"), _MAX_CONTAINERS, "lists and objects")
-    _limit(content.count(b'"') // 2, _MAX_STRINGS, "strings")
-    _limit(content.count(b","), _MAX_VALUES, "values")
+    _require(
+        JSON,
+        Cost(
+            sent_bytes=len(content),
+            containers=content.count(b"[") + content.count(b"{"),
+            texts=content.count(b'"') // 2,
+            values=content.count(b","),
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class JsonShape:
-    """The structure of a JSON text, counted without parsing it; texts inside are not looked at."""
-
-    containers: int
-    """Lists and objects."""
-    keys: int
-    commas: int
-    depth: int
-
-    @property
-    def num_values(self) -> int:
-        return self.commas + self.containers
-
-
-@dataclass(frozen=True, slots=True)
-class JsonCost:
+class JsonWeights:
     """Bytes of memory that each part of a JSON text takes, beside its characters."""
 
     container: int
@@ -79,31 +65,44 @@ class JsonCost:
     text: int = 0
 
 
-PARSED = JsonCost(container=200, value=40, text=60)
+PARSED = JsonWeights(container=200, value=40, text=60)
 """Plain objects of Python."""
-CHECKED = JsonCost(container=800, value=120)
+CHECKED = JsonWeights(container=800, value=120)
 """Objects of Python, and the pydantic models that were made of them."""
 
 
-def quick_json_shape(content: bytes) -> JsonShape:
+def quick_json_cost(content: bytes) -> Cost:
     """At most what the text holds: every bracket, colon and comma counts, those in texts too."""
     containers = content.count(b"{") + content.count(b"[")
-    return JsonShape(containers, content.count(b":"), content.count(b","), containers)
+    return _cost(content, containers, content.count(b":"), content.count(b","), containers)
 
 
-def parsed_json_bytes(content: bytes, shape: JsonShape, cost: JsonCost = PARSED) -> int:
+def _cost(content: bytes, containers: int, keys: int, commas: int, depth: int) -> Cost:
+    return Cost(
+        sent_bytes=len(content),
+        containers=containers,
+        keys=keys,
+        values=commas + containers,
+        depth=depth,
+    )
+
+
+def parsed_json_bytes(content: bytes, cost: Cost, weights: JsonWeights = PARSED) -> int:
     """About what JSON becomes: its objects, and its texts, as one letter makes them wide."""
     is_narrow = content.isascii() and b"\\u" not in content
     characters = len(content) * (2 if is_narrow else 5)
-    texts = cost.text * content.count(b'"') // 2 if cost.text else 0
-    return characters + cost.container * shape.containers + cost.value * shape.num_values + texts
+    texts = weights.text * content.count(b'"') // 2 if weights.text else 0
+    objects = weights.container * cost.containers + weights.value * cost.values
+    return characters + objects + texts
 
 
 _PIECE_BYTES = 1024 * 1024
 
 
-def json_shape(content: bytes) -> JsonShape:
+def json_cost(content: bytes) -> Cost:
     """Count what a parser would build, exactly as far as the content is valid JSON.
+
+    Texts inside are not looked at.
 
     Numpy does it without the interpreter's lock, a megabyte at a time.
     """
@@ -127,13 +126,13 @@ def json_shape(content: bytes) -> JsonShape:
         commas += int(np.count_nonzero((codes == ord(",")) & outside))
         levels = np.cumsum(opened.view(np.int8) - closed.view(np.int8), dtype=np.int32) + depth
         deepest, depth = max(deepest, int(levels.max())), int(levels[-1])
-    return JsonShape(containers, keys, commas, deepest)
+    return _cost(content, containers, keys, commas, deepest)
 
 
 def check_protobuf(content: bytes, schema: Schema) -> None:
     """Refuse protobuf that would become too many messages."""
     if len(content) > _SMALL_BYTES:
-        _walk(content, 0, len(content), schema, _MAX_FIELDS)
+        _walk(content, 0, len(content), schema, PROTOBUF.values)
 
 
 def _walk(raw: bytes, at: int, end: int, schema: Schema, budget: int) -> int:
@@ -161,7 +160,7 @@ def _walk(raw: bytes, at: int, end: int, schema: Schema, budget: int) -> int:
 
 def _spend(budget: int, parts: int) -> int:
     if parts > budget:
-        _limit(_MAX_FIELDS + 1, _MAX_FIELDS, "fields")
+        _require(PROTOBUF, Cost(values=PROTOBUF.values + parts - budget))
     return budget - parts
 
 
@@ -177,6 +176,6 @@ def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:
     return value, end
 
 
-def _limit(count: int, most: int, what: str) -> None:
-    if count > most:
-        raise WireError(f"the body has {count} {what} or more, the limit is {most}")
+def _require(limit: Cost, asked: Cost) -> None:
+    if exceeded := limit.exceeded(asked):
+        raise WireError(f"the body has at least {exceeded}")

@@ -1,4 +1,4 @@
-"""Every endpoint of the protocol, one row each: its path, its messages, how large, in what order.
+"""Every endpoint of the protocol, one row each: its path, its messages, their cost, in what order.
 
 Routes, request decoding, OpenAPI, body limits and the tests read this table; nothing else says
 which messages exist. A row's name is the last part of the path (`optim_step`), or what the call
@@ -14,17 +14,10 @@ from importlib import import_module
 from typing import Any, Literal
 
 from tinkex import types
+from tinkex.contract import cost
+from tinkex.contract.cost import Cost
 
 API = "/api/v1"
-MIB = 1024 * 1024
-
-Size = Literal["small", "medium", "large", "file"]
-MAX_BYTES: dict[Size, int] = {
-    "small": MIB,  # a few fields
-    "medium": 16 * MIB,  # a prompt, a graph, a list of ids
-    "large": 32 * MIB,  # training data, many prompts; a server's own setting may say more
-    "file": 2**40,  # never parsed as a whole: the server's own setting is the limit
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +30,8 @@ class Endpoint:
     request_name: str | None = None
     result_name: str | None = None
     promised_name: str | None = None
-    size: Size = "small"
+    limit: Cost = cost.SMALL
+    """The most that a request may cost."""
     is_ordered: bool = False
     changes_state: bool = False
     """Replayed after a crash."""
@@ -61,13 +55,14 @@ class Endpoint:
         """The message that a promise becomes, where the result is a promise."""
         return _message(self.promised_name)
 
-    @property
-    def max_bytes(self) -> int:
-        return MAX_BYTES[self.size]
-
 
 # Messages that only servers of Tinkex know.
-_ONLY_OURS = ("tinkex.types.service.extensions", "tinkex.types.account.administration")
+_ONLY_OURS = (
+    "tinkex.types.service.extensions",
+    "tinkex.types.account.administration",
+    "tinkex.types.account.budgets",
+    "tinkex.types.account.estimates",
+)
 
 
 @cache
@@ -112,13 +107,15 @@ def _get(name: str, path: str, result: str | None = None) -> Endpoint:
 
 
 _RUN = f"{API}/training_runs/{{run_id}}"
+_OUR_RUN = "/tinkex/v1/runs/{run_id}"
 _CHECKPOINT = f"{_RUN}/checkpoints/{{kind}}/{{name}}"
 _ADMIN = "/tinkex/v1/admin"
 _USER = f"{_ADMIN}/users/{{user_id}}"
+_BUDGET = "budgets/{scope}/{subject}/{unit}"
 _SESSION = f"{API}/sessions/{{session_id}}"
 _NAMES = f"{API}/checkpoint_names"
 _TRAJECTORY = f"{API}/trajectories/{{trajectory_id}}"
-_COMPUTE = {"is_ordered": True, "size": "large"}
+_COMPUTE = {"is_ordered": True, "limit": cost.TRAINING}
 _SAVE = {"is_ordered": True, "is_barrier": True}
 
 _ROWS = [
@@ -165,20 +162,21 @@ _ROWS = [
         "CreateModelResponse",
         changes_state=True,
         is_barrier=True,
+        limit=cost.MODEL,
     ),
     _promise(
         "create_custom_loss",
         "CreateCustomLossRequest",
         "CreateCustomLossResponse",
-        size="medium",
+        limit=cost.MEDIUM,
     ),
     _promise("unload_model", "UnloadModelRequest", "UnloadModelResponse"),
     _post("get_info", "GetInfoRequest", "GetInfoResponse"),
     _post("log_metrics", "LogMetricsRequest", "LogMetricsResponse"),
     # ---------------------------------------------------------------------------- sampling
-    _promise("asample", "SampleRequest", "SampleResponse", size="medium"),
-    _post("asample_batch", "SampleBatchRequest", "SampleBatchResponse", size="large"),
-    _post("sample_stream", "SampleRequest", None, size="medium"),
+    _promise("asample", "SampleRequest", "SampleResponse", limit=cost.SAMPLE),
+    _post("asample_batch", "SampleBatchRequest", "SampleBatchResponse", limit=cost.SAMPLES),
+    _post("sample_stream", "SampleRequest", None, limit=cost.SAMPLE),
     _post(
         "create_sampling_session",
         "CreateSamplingSessionRequest",
@@ -196,7 +194,7 @@ _ROWS = [
         "retrieve_futures",
         "FuturesRetrieveRequest",
         "FuturesRetrieveResponse",
-        size="medium",
+        limit=cost.MEDIUM,
     ),
     _post("cancel_future", "CancelFutureRequest", "CancelFutureResponse"),
     # ---------------------------------------------------------------------------- service
@@ -229,6 +227,7 @@ _ROWS = [
         "SessionSearchRequest",
         "SessionSearchResponse",
         f"{API}/sessions/search",
+        limit=cost.SEARCH,
     ),
     _get("get_session", _SESSION, "GetSessionResponse"),
     _get("export_session_trace", f"{_SESSION}/trace_export", "TraceExportResponse"),
@@ -237,8 +236,19 @@ _ROWS = [
     # ---------------------------------------------------------------------------- runs
     _get("list_training_runs", f"{API}/training_runs", "TrainingRunsResponse"),
     _get("get_training_run", _RUN, "TrainingRun"),
+    _get("export_run_trace", f"{_RUN}/trace_export", "TraceExportResponse"),
+    _post("stop_run", "StopWorkRequest", "StopWorkResponse", f"{_OUR_RUN}/stop"),
+    _put("describe_run", _OUR_RUN, "DescribeRunRequest", "TrainingRun"),
+    _delete("delete_run", _OUR_RUN, "DeleteRunResponse"),
     _get("list_checkpoints", f"{_RUN}/checkpoints", "CheckpointsListResponse"),
     _get("list_user_checkpoints", f"{API}/checkpoints", "CheckpointsListResponse"),
+    _post(
+        "search_checkpoints",
+        "CheckpointSearchRequest",
+        "CheckpointSearchResponse",
+        f"{API}/checkpoints/search",
+        limit=cost.SEARCH,
+    ),
     _delete("delete_checkpoint", _CHECKPOINT),
     _post("publish_checkpoint", None, None, f"{_CHECKPOINT}/publish"),
     _delete("unpublish_checkpoint", f"{_CHECKPOINT}/publish"),
@@ -256,7 +266,24 @@ _ROWS = [
     ),
     _post("weights_info", "WeightsInfoRequest", "WeightsInfoResponse"),
     _post("copy_weights", "CopyWeightsRequest", "CopyWeightsResponse"),
-    _post("import_checkpoint", None, None, f"{API}/checkpoints/import", size="file"),
+    _post("import_checkpoint", None, None, f"{API}/checkpoints/import", limit=cost.FILE),
+    _post(
+        "external_weights_upload_start",
+        "ExternalWeightsUploadStartRequest",
+        "ExternalWeightsUploadStartResponse",
+        limit=cost.MODEL,
+    ),
+    Endpoint(
+        name="upload_file",
+        method="PUT",
+        path=f"{API}/uploads/{{token}}/{{file_name}}",
+        limit=cost.UPLOAD,
+    ),
+    _post(
+        "external_weights_upload_finish",
+        "ExternalWeightsUploadFinishRequest",
+        "ExternalWeightsUploadFinishResponse",
+    ),
     _get("download", f"{API}/signed/{{token}}/{{file_name:path}}"),
     _get("list_checkpoint_names", _NAMES, "CheckpointNamesResponse"),
     _post("name_checkpoint", "NameCheckpointRequest", "CheckpointName", _NAMES),
@@ -276,11 +303,20 @@ _ROWS = [
         f"{API}/billing/usage/checkpoints/current",
         "CurrentCheckpointStorageUsageResponse",
     ),
+    # ---------------------------------------------------------------------------- budgets
+    _get("list_budgets", "/tinkex/v1/budgets", "BudgetsResponse"),
+    _put("set_budget", f"/tinkex/v1/{_BUDGET}", "SetBudgetRequest", "BudgetInfo"),
+    _delete("remove_budget", f"/tinkex/v1/{_BUDGET}"),
+    _post("estimate", "EstimateRequest", "Estimate", "/tinkex/v1/estimate"),
+    _get("admin_list_budgets", f"{_USER}/budgets", "BudgetsResponse"),
+    _put("admin_set_budget", f"{_ADMIN}/{_BUDGET}", "SetBudgetRequest", "BudgetInfo"),
+    _delete("admin_remove_budget", f"{_ADMIN}/{_BUDGET}"),
     # ---------------------------------------------------------------------------- administrators
     _get("admin_list_users", f"{_ADMIN}/users", "AdminUsersResponse"),
     _get("admin_get_user", _USER, "AdminUser"),
     _post("admin_disable_user", "StopWorkRequest", "StopWorkResponse", f"{_USER}/disable"),
     _post("admin_enable_user", None, None, f"{_USER}/enable"),
+    _post("admin_lift_pause", None, None, f"{_USER}/lift_pause"),
     _post("admin_stop_user", "StopWorkRequest", "StopWorkResponse", f"{_USER}/stop"),
     _put("admin_set_quotas", f"{_USER}/quotas", "SetQuotasRequest", "AdminUser", keeps_null=True),
     _get("admin_list_sessions", f"{_ADMIN}/sessions", "AdminSessionsResponse"),
@@ -294,6 +330,7 @@ _ROWS = [
     _post(
         "admin_stop_run", "StopWorkRequest", "StopWorkResponse", f"{_ADMIN}/runs/{{run_id}}/stop"
     ),
+    _delete("admin_delete_run", f"{_ADMIN}/runs/{{run_id}}", "DeleteRunResponse"),
     _get("admin_list_keys", f"{_ADMIN}/keys", "AdminKeysResponse"),
     _post("admin_add_key", "AddKeyRequest", "AddKeyResponse", f"{_ADMIN}/keys"),
     _delete("admin_revoke_key", f"{_ADMIN}/keys/{{key_id}}"),

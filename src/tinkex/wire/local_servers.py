@@ -19,12 +19,26 @@ from typing import Any
 
 SERVING = "serving"
 """Folder of the state folder in which every `tinkex serve` says where it listens."""
+RUN_NAMES = "runs.json"
+"""File of the state folder with the names of runs and their log folders."""
 
 
 def state_folder(env: Mapping[str, str] | None = None) -> Path:
     """The folder of all that Tinkex keeps for this user: `$TINKEX_HOME`, else `~/.tinkex`."""
     env = os.environ if env is None else env
     return Path(env.get("TINKEX_HOME") or Path.home() / ".tinkex")
+
+
+def private_data_folder(env: Mapping[str, str] | None = None) -> Path:
+    """Where the private server keeps its database and checkpoints."""
+    env = os.environ if env is None else env
+    return state_folder(env) / private_kind(env)
+
+
+def private_kind(env: Mapping[str, str]) -> str:
+    """The kind of engine, for each has a server: a test's toy is not a notebook's model."""
+    engine = env.get("TINKEX_LOCAL_ENGINE")
+    return f"local-{''.join(c if c.isalnum() else '_' for c in engine)}" if engine else "local"
 
 
 def read_record(file: Path) -> dict[str, Any]:
@@ -34,6 +48,18 @@ def read_record(file: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
+
+
+def keeper_of(data_folder: Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The record of the living `tinkex serve` of this machine that has a data folder, or {}."""
+    here = {**this_machine(), "data_dir": str(data_folder.resolve())}
+    for file in sorted((state_folder(env) / SERVING).glob("*.json")):
+        record = read_record(file)
+        # A home may be shared: a process of another machine may have the number of one of ours.
+        is_here = all(record.get(name) == value for name, value in here.items())
+        if is_here and is_alive(record.get("pid")):
+            return record
+    return {}
 
 
 def write_record(file: Path, facts: Mapping[str, Any]) -> None:

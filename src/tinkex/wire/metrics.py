@@ -5,6 +5,7 @@ A metric's name says how: `loss:sum`, `entropy:mean`. Weights are the number of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from tinkex.errors import InvalidInputError
@@ -27,6 +28,8 @@ def _slack(values: Sequence[float], weights: Sequence[float]) -> float:
 
 def _hash(values: Sequence[float], weights: Sequence[float]) -> float:
     """The same for any order of chunks, and on every platform."""
+    if not all(map(math.isfinite, values)):
+        return math.nan
     return sum(int(value) % _MOD for value in values) % _MOD
 
 
@@ -46,11 +49,12 @@ def reduce_metrics(
 ) -> dict[str, float]:
     """The metrics of all chunks as one set.
 
-    Keys come from the first chunk. A metric missing from any chunk is dropped, and so is one with
-    an unknown reduction. `unique` keeps every chunk's value: `NAME:unique`, `NAME:unique_2`, ...
+    Keys come from the first chunk. A metric missing from any chunk is dropped, and so is one whose
+    name has no reduction, or an unknown one: the pass itself is done, and its gradient gathered.
+    `unique` keeps every chunk's value: `NAME:unique`, `NAME:unique_2`, ...
 
     Raises:
-        InvalidInputError: A name does not have exactly one colon, or the lengths differ.
+        InvalidInputError: The lengths differ.
     """
     if len(metrics) != len(weights):
         raise InvalidInputError(f"{len(metrics)} metrics but {len(weights)} weights")
@@ -58,7 +62,7 @@ def reduce_metrics(
         return {}
     reduced: dict[str, float] = {}
     for key in metrics[0]:
-        suffix = _suffix(key)
+        suffix = key.partition(":")[2]
         if any(key not in chunk for chunk in metrics):
             continue
         values = [chunk[key] for chunk in metrics]
@@ -68,12 +72,3 @@ def reduce_metrics(
         elif suffix in _REDUCTIONS:
             reduced[key] = _REDUCTIONS[suffix](values, weights)
     return reduced
-
-
-def _suffix(key: str) -> str:
-    name, _, suffix = key.partition(":")
-    if not name or not suffix or ":" in suffix:
-        raise InvalidInputError(
-            f"a metric is named NAME:REDUCTION with one colon, got {key!r}", path="metrics"
-        )
-    return suffix

@@ -107,9 +107,8 @@ def decode_sample(content: bytes, sequence_ids: Sequence[str] | None = None) -> 
 
 
 def _read_sequence(message: Any, sequence_id: str) -> SampledSequence:
-    reason = _STOP_REASONS.get(message.stop_reason)
-    if reason is None:
-        raise WireError(f"unknown code {message.stop_reason}", path="stop_reason")
+    # A reason of a newer server: the sample itself is whole.
+    reason = _STOP_REASONS.get(message.stop_reason) or StopReason(f"code_{message.stop_reason}")
     tokens = int32s(message.tokens, path="tokens")
     logprobs = float32s(message.logprobs, path="logprobs") if message.logprobs else None
     if logprobs is not None and len(logprobs) != len(tokens):

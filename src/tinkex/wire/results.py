@@ -15,7 +15,6 @@ import numpy as np
 import orjson
 from pydantic import BaseModel
 
-from tinkex import types
 from tinkex.errors import InvalidInputError, WireError
 from tinkex.types.fields.value import short
 from tinkex.types.sampling.response import SampleResponse
@@ -23,7 +22,6 @@ from tinkex.types.training.forward_backward import ForwardBackwardOutput
 from tinkex.wire import json_codec, proto_results
 from tinkex.wire.body import Body
 from tinkex.wire.generation import JSON, PROTOBUF, names_protobuf
-from tinkex.wire.paths import at
 
 ResultT = TypeVar("ResultT")
 
@@ -39,7 +37,7 @@ def encode(value: Any, accept: str | None = None) -> Body:
     if isinstance(value, ForwardBackwardOutput):
         if names_protobuf(accept):
             return Body(proto_results.encode_pass(value), PROTOBUF)
-        return Body(_dumps(_plain_pass(value), is_finite=_is_finite(value)), JSON)
+        return Body(_dumps(value.to_dict(), is_finite=_is_finite(value)), JSON)
     if isinstance(value, BaseModel):
         return Body(value.model_dump_json(exclude_none=True).encode(), JSON)
     raise InvalidInputError(f"{type(value).__name__} is not a result")
@@ -70,21 +68,12 @@ def _is_finite(output: ForwardBackwardOutput) -> bool:
 
 def _plain_sample(response: SampleResponse) -> dict[str, Any]:
     plain = response.to_dict()
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens"):
+        plain.pop(name, None)  # no JSON of an official SDK has them
     for sequence, given in zip(plain["sequences"], response.sequences, strict=True):
         # Older clients know two reasons only.
         sequence["stop_reason"] = "length" if given.stop_reason.is_length else "stop"
     return plain
-
-
-def _plain_pass(output: ForwardBackwardOutput) -> dict[str, Any]:
-    outputs = [
-        {name: tensor.to_dict() for name, tensor in item.items()} for item in output.loss_fn_outputs
-    ]
-    return {
-        "loss_fn_output_type": output.loss_fn_output_type,
-        "loss_fn_outputs": outputs,
-        "metrics": output.metrics,
-    }
 
 
 # ------------------------------------------------------------------------------------ client
@@ -111,7 +100,8 @@ def decode(
     if kind is ForwardBackwardOutput:
         if names_protobuf(content_type):
             return proto_results.decode_pass(content)  # type: ignore[return-value]
-        return _pass_from_json(json_codec.loads_object(content))  # type: ignore[return-value]
+        output = ForwardBackwardOutput._from_dict(json_codec.loads_object(content))
+        return output  # type: ignore[return-value]
     if not issubclass(kind, BaseModel):
         raise InvalidInputError(f"{kind.__name__} is not a result")
     if names_protobuf(content_type):
@@ -136,33 +126,3 @@ def with_sequence_ids(response: SampleResponse, sequence_ids: Sequence[str]) -> 
         for sequence, name in zip(response.sequences, sequence_ids, strict=True)
     ]
     return response._replace(sequences=named)
-
-
-def _pass_from_json(body: dict[str, Any]) -> ForwardBackwardOutput:
-    listed, metrics = body.get("loss_fn_outputs"), body.get("metrics")
-    kind = body.get("loss_fn_output_type", "")
-    if not isinstance(kind, str):
-        raise WireError("expected text", path="loss_fn_output_type")
-    if not isinstance(listed, list):
-        raise WireError("expected a list", path="loss_fn_outputs")
-    if not isinstance(metrics, dict):
-        raise WireError("expected an object", path="metrics")
-    outputs = []
-    for index, item in enumerate(listed):
-        if not isinstance(item, dict):
-            raise WireError("expected an object", path=f"loss_fn_outputs[{index}]")
-        output = {}
-        for name, tensor in item.items():
-            with at(f"loss_fn_outputs[{index}].{name}"):
-                output[name] = types.TensorData._validate_object(tensor)
-        outputs.append(output)
-    return ForwardBackwardOutput(kind, outputs, {k: _metric(k, v) for k, v in metrics.items()})
-
-
-def _metric(name: str, value: Any) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value
-    if value is None:
-        # orjson, among others, writes NaN as null.
-        return float("nan")
-    raise WireError(f"expected a number, got {short(value)}", path=f"metrics.{name}")

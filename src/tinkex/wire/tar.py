@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, NoReturn, cast
 
+from tinkex.contract.cost import Cost
 from tinkex.errors import InvalidInputError
 
 BLOCK = 512
@@ -46,18 +47,6 @@ _LINKS = {
 """Types of links, and of the header with a link's long target, with what packs a file instead."""
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """How files of gzip, bzip2, xz and zstd begin."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TarLimits:
-    """The most that an archive may hold."""
-
-    max_members: int
-    """Files and folders, those that are only part of a file's name included."""
-    max_bytes: int
-    """Bytes of all files and extended headers together."""
-    max_depth: int = MAX_DEPTH
-    """Folders in a name, and the file's own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,27 +83,31 @@ Found = tuple[Member, Iterator[bytes]]
 """A member and its bytes, which can be read until the next member is asked for."""
 
 
-def members(stream: BinaryIO, limits: TarLimits) -> Iterator[Found]:
+def members(stream: BinaryIO, limit: Cost) -> Iterator[Found]:
     """The files and folders of a tar archive, in their order.
 
+    Of the limit count `files`, folders and those that are only part of a file's name included;
+    `sent_bytes` of all files and extended headers together; and `depth`, of folders in a name with
+    the file's own.
+
     Raises:
-        InvalidInputError: The archive is damaged or cut short, holds more than `limits`, or
+        InvalidInputError: The archive is damaged or cut short, holds more than `limit`, or
             something that is neither a plain file nor a folder. What came before it was read.
     """
-    extended, num_members, left = _Extended(), 0, limits.max_bytes
+    extended, num_members, left = _Extended(), 0, limit.sent_bytes
     while (header := _next_header(stream)) is not None:
         if header.kind in (_PAX, _LONG_NAME):
             left = _spend(left, header.size, header.name)
             _extend(extended, header, stream)
             continue
         num_members += 1
-        if num_members > limits.max_members:
-            _refuse(header.name, f"is one of over {limits.max_members} files and folders")
+        if num_members > limit.files:
+            _refuse(header.name, f"is one of over {limit.files} files and folders")
         if header.kind == _PAX_GLOBAL:
             left = _spend(left, header.size, header.name)
             _pass_over_global(header, stream)
             continue
-        member = _member(header, extended, limits)
+        member = _member(header, extended, limit)
         extended = _Extended()
         left = _spend(left, member.size, header.name)
         data = _content(stream, member)
@@ -126,7 +119,7 @@ def members(stream: BinaryIO, limits: TarLimits) -> Iterator[Found]:
 
 
 def extract(
-    found: Iterable[Found], folder: Path, limits: TarLimits, *, keep_modes: bool = False
+    found: Iterable[Found], folder: Path, limit: Cost, *, keep_modes: bool = False
 ) -> list[Path]:
     """Write members into `folder`, where nothing is yet; gives the files.
 
@@ -149,8 +142,8 @@ def extract(
                 written.append(target)
         except (FileExistsError, NotADirectoryError):
             _refuse(member.name, "comes twice")
-        if len(written) + len(folders) - 1 > limits.max_members:
-            _refuse(member.name, f"is one of over {limits.max_members} files and folders")
+        if len(written) + len(folders) - 1 > limit.files:
+            _refuse(member.name, f"is one of over {limit.files} files and folders")
         if keep_modes and not member.is_folder:
             target.chmod(_safe_mode(member.mode))
             time_s = min(member.mtime, _LATEST_S)
@@ -198,7 +191,7 @@ def _spend(left: int, size: int, name: bytes) -> int:
     return left - size
 
 
-def _member(header: _Header, extended: _Extended, limits: TarLimits) -> Member:
+def _member(header: _Header, extended: _Extended, limit: Cost) -> Member:
     name = header.name if extended.name is None else extended.name
     size = header.size if extended.size is None else extended.size
     kind = header.kind
@@ -213,7 +206,7 @@ def _member(header: _Header, extended: _Extended, limits: TarLimits) -> Member:
     is_folder = kind == _FOLDER
     if is_folder and size:
         _refuse(name, f"is a folder with a size of {size}")
-    path = safe_name(name, is_folder=is_folder, max_depth=limits.max_depth)
+    path = safe_name(name, is_folder=is_folder, max_depth=limit.depth)
     return Member(path, is_folder, size, header.mode, header.mtime)
 
 

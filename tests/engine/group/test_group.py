@@ -10,7 +10,10 @@ from __future__ import annotations
 import filecmp
 import re
 import resource
+import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -486,3 +489,29 @@ def test_an_adapter_that_one_member_has_no_memory_for_is_refused_by_all(pair, mo
         assert re.search(r"\d+ MB are needed to train, 0 MB are free. Unload", str(refused.value))
         make(trainer, "b", rank=64)
         train(trainer, job(data(), adapter_id="b"))
+
+
+@pytest.mark.parametrize("reads", ["load", "read_snapshot"])
+def test_a_folder_may_be_deleted_as_soon_as_it_was_read(leader, pair, tmp_path, reads):
+    """The server does so: a member that still read it would be lost, and the group with it."""
+    both = pair(KINDS[0])
+    make(both.alone)
+    folder = save(both.alone, tmp_path / "short-lived")
+    read = (
+        (lambda: load(both.group, folder))
+        if reads == "load"
+        else (lambda: both.group.read_snapshot(str(folder)))
+    )
+    ((follower, _),) = leader._followers
+    reader = threading.Thread(target=lambda: (read(), shutil.rmtree(folder)))
+    follower.send_signal(signal.SIGSTOP)
+    try:
+        reader.start()
+        reader.join(1.0)
+        assert reader.is_alive(), "it did not wait for the member that has not read it yet"
+        assert folder.exists()
+    finally:
+        follower.send_signal(signal.SIGCONT)
+    reader.join(60)
+    assert not folder.exists()
+    load(both.group, save(both.alone, tmp_path / "next"))  # the group goes on

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from perfetto_slices import perfetto_slices
 from visits import HOSTILE, token_of, visitor
 
 
@@ -39,7 +40,7 @@ def world(start_server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
         with visitor(made, "tml-ann") as ann:
             token = token_of(ann.get("/console").text)
             form = {"run": made.run_id, "form_token": token, "tags": f'é "quoted", {HOSTILE}, a'}
-            assert ann.post("/console/tags", data=form).status_code == 200
+            assert ann.post("/console/describe", data=form).status_code == 200
         yield made
         service.close()
 
@@ -91,6 +92,7 @@ def test_a_run_has_the_servers_curves_and_the_clients_own(world):
         "/console/runs/{run}",
         "/console/api/runs/{run}",
         "/console/api/runs/{run}/live",
+        "/console/runs/{run}/trace",
         "/console/compare?runs={run}",
         "/console/api/compare?runs={run}",
     ],
@@ -99,6 +101,19 @@ def test_another_users_run_does_not_exist(world, path: str):
     with visitor(world, "tml-ben") as ben:
         assert ben.get(path.format(run=world.run_id)).status_code == 404
         assert ben.get("/console/api/runs").json()["runs"] == []
+
+
+def test_the_owner_downloads_the_timeline_of_a_run(world):
+    with visitor(world, "tml-ann") as ann:
+        page = ann.get(f"/console/runs/{world.run_id}").text
+        assert f'href="/console/runs/{world.run_id}/trace" download' in page
+        assert "Timeline (Perfetto)" in page
+        answer = ann.get(f"/console/runs/{world.run_id}/trace")
+    assert answer.headers["content-type"] == "application/octet-stream"
+    named = answer.headers["content-disposition"]
+    assert named == 'attachment; filename="script-alert-1-script.pftrace"', "no <, no slash"
+    ran = [one.name for one in perfetto_slices(answer.content)[world.run_id, "requests"]]
+    assert ran.count("optim_step") == 5
 
 
 def test_hostile_names_stay_text(world):
@@ -118,6 +133,11 @@ def test_a_change_needs_a_form_of_this_page(world):
         assert ann.post("/console/checkpoints", data=body).status_code == 403
         forged = {**body, "form_token": "0" * 40}
         assert ann.post("/console/checkpoints", data=forged).status_code == 403
+        foreign = {**body, "form_token": "\u00e9" * 40}
+        assert ann.post("/console/checkpoints", data=foreign).status_code == 403
+        in_header = {"x-form-token": b"\xe9" * 40}
+        refused = ann.post("/console/checkpoints", data=body, headers=in_header)
+        assert refused.status_code == 403
         page = ann.post("/console/checkpoints", data={**body, "form_token": token})
         assert page.status_code == 200
         assert "every user" in page.text
@@ -138,7 +158,12 @@ def test_a_checkpoint_is_kept_for_a_while(world):
         )
         refused = ann.post("/console/checkpoints", data={**body, "ttl_seconds": "5"})
         assert (refused.status_code, "one hour" in refused.text) == (400, True)
-        assert "in 29 days" not in ann.post("/console/checkpoints", data=body).text
+        unset = ann.post("/console/checkpoints", data={**body, "ttl_seconds": ""})
+        assert "in 29 days" in unset.text, "the choice that says how it is changes nothing"
+        assert (
+            "in 29 days"
+            not in ann.post("/console/checkpoints", data={**body, "ttl_seconds": "0"}).text
+        )
 
 
 def test_a_checkpoint_is_downloaded_by_its_owner_alone(world):

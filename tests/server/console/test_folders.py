@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -174,7 +176,7 @@ async def test_folders_are_compared(seen):
     ids = list(seen.ids.values())
     page = await seen.client.get("/console/compare", params={"runs": ids, "baseline": ids[1]})
     assert page.text.index(f"/console/runs/{ids[1]}") < page.text.index(f"/console/runs/{ids[0]}")
-    assert "<strong>baseline</strong>" in page.text
+    assert 'title="No baseline">baseline</a>' in page.text
 
 
 def test_the_command_serves_the_folder(tmp_path: Path):
@@ -193,3 +195,28 @@ def test_the_command_serves_the_folder(tmp_path: Path):
         child.terminate()
         child.wait(timeout=60)
         child.stdout.close()
+
+
+async def test_a_link_to_nowhere_and_a_pipe_leave_the_list_whole(seen):
+    """Whatever stands there under a run's name: it is no run, and the others are shown."""
+    for name in ("dangling", "pipe", "folder", "locked"):
+        (seen.root / name).mkdir()
+    (seen.root / "dangling" / "metrics.jsonl").symlink_to("/nowhere/at/all")
+    os.mkfifo(seen.root / "pipe" / "metrics.jsonl")
+    (seen.root / "folder" / "metrics.jsonl").mkdir()
+    ours(seen.root / "locked")
+    (seen.root / "locked" / "config.json").unlink()
+    os.mkfifo(seen.root / "locked" / "config.json")
+    console = seen.client._transport.app.state.console
+    console.source._looked_at = -math.inf
+    listed = await seen.client.get("/console/api/runs")
+    assert listed.status_code == 200, listed.text
+    names = {run["name"] for run in listed.json()["runs"]}
+    assert names == {"sft", "deep/cookbook", "locked"}
+    assert (await seen.client.get("/console")).status_code == 200
+
+
+async def test_a_run_that_goes_while_it_is_listed_is_left_out(seen):
+    (seen.root / "sft" / "metrics.jsonl").unlink()
+    listed = (await seen.client.get("/console/api/runs")).json()
+    assert {run["name"] for run in listed["runs"]} == {"deep/cookbook"}

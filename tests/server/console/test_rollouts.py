@@ -70,7 +70,7 @@ def test_answers_are_kept_from_the_agreement_to_its_end(world):
     with visitor(world, "tml-ann") as ann:
         sample(world.training)
         assert rollouts(ann, world.run_id)["answers"] == []
-        assert "Stop, and drop them" in agree(ann, world.run_id, keep="true").text
+        assert "Stop and discard" in agree(ann, world.run_id, keep="true").text
         said = sample(world.training)
         told = rollouts(ann, world.run_id)
         assert [one["tokens"] for one in told["answers"]] == [list(one.tokens) for one in said]

@@ -89,7 +89,7 @@ async def test_the_page_shows_health_users_usage_and_audit(world):
     (ann,) = [one for one in told["usage_by_user"] if one["user_id"] == "ann"]
     assert ann["counts"] == usage["counts"]
     assert set(told["workers"][0]["held_bytes"]) == set(KINDS) - {"process"}
-    for name in ("Keys and values", "Snapshots", world.run_id):
+    for name in ("KV cache", "Snapshots", world.run_id):
         assert name in page
     assert told["workers"][0]["is_ready"]
     assert any(entry["event"] == "login" for entry in told["audit"])
@@ -149,9 +149,11 @@ async def test_an_administrator_sees_all_runs_and_changes_none_of_them(world):
         everyone = (await root.get("/console/api/runs?everyone=true")).json()
         assert [run["owner"] for run in everyone["runs"]] == ["ann"]
         page = await root.get(f"/console/runs/{world.run_id}")
-        assert (page.status_code, "of ann" in page.text) == (200, True)
-        assert (await root.get(f"/console/runs/{world.run_id}/rollouts")).status_code == 404
-        tagged = await form(root, "/console/tags", run=world.run_id, tags="mine")
+        assert (page.status_code, "user ann" in page.text) == (200, True)
+        assert "Timeline (Perfetto)" not in page.text
+        for part in ("rollouts", "trace"):
+            assert (await root.get(f"/console/runs/{world.run_id}/{part}")).status_code == 404
+        tagged = await form(root, "/console/describe", run=world.run_id, tags="mine")
         assert tagged.status_code == 404
 
 

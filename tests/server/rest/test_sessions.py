@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import store_rows as rows
+from perfetto_slices import perfetto_slices
 from rest_world import World
 
 from tinkex.server.files.sweeper import Sweeper
@@ -32,6 +33,7 @@ async def test_a_session_shows_its_runs_and_samplers(world: World) -> None:
         ("POST", "/sessions/s/finish", {"reason": {"type": "success"}, "detail": None}),
         ("PUT", "/sessions/s/project", {"project_id": "p"}),
         ("GET", "/sessions/s/trace_export", None),
+        ("GET", "/training_runs/s:train:0/trace_export", None),
         ("GET", "/samplers/s:sample:0", None),
     ],
 )
@@ -140,15 +142,18 @@ async def test_a_trace_is_made_of_journal_timings(world: World) -> None:
     world.store.journal.append(rows.op(1, accepted_at=now - 3)).result(timeout=60)
     world.store.journal.append(rows.op(2, accepted_at=now - 2)).result(timeout=60)
     world.store.journal.note([rows.ended(1, started_at=now - 1)]).result(timeout=60)
-    body = await world.call("GET", "/sessions/s/trace_export", 200)
-    assert body["status"] == "ready"
-    trace = (await world.http.get(body["url"])).json()
-    run = next(event for event in trace["traceEvents"] if event["ph"] == "X")
-    assert run["name"] == "forward_backward"
-    assert run["ts"] == pytest.approx((now - 1) * 1e6)
-    assert 1e6 <= run["dur"] <= (time.time() - now + 1) * 1e6  # it ended when `finish` was called
-    assert run["args"]["waited_ms"] == pytest.approx(2000, rel=0.01)
-    assert sum(event["ph"] == "i" for event in trace["traceEvents"]) == 1
+    for path in ("/sessions/s/trace_export", "/training_runs/s:train:0/trace_export"):
+        body = await world.call("GET", path, 200)
+        assert body["status"] == "ready"
+        slices = perfetto_slices((await world.http.get(body["url"])).content)
+        [run] = slices["s:train:0", "requests"]
+        assert run.name == "forward_backward"
+        assert run.began_at == pytest.approx(now - 1)
+        assert 1 <= run.ended_at - run.began_at <= time.time() - now + 1  # ended by `note`
+        assert run.details["waited_ms"] == pytest.approx(2000, rel=0.01)
+        waits, accepted = slices["s:train:0", "requests wait"]
+        assert waits.ended_at - waits.began_at == pytest.approx(2, rel=0.01)
+        assert accepted.name == "forward_backward accepted"
 
 
 async def test_usage_shows_every_kind_of_token(world: World) -> None:

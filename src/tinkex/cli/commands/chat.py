@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.arguments import named
 from tinkex.cli.commands.pull import prepare
 from tinkex.cli.commands.sample import default_model
 from tinkex.cli.completions import complete_model
 from tinkex.cli.live_text import LiveText
 from tinkex.cli.messages import words
+from tinkex.cli.names import resolve
 from tinkex.cli.output import print_json
 from tinkex.cli.state import Leaf, State, pass_state
-from tinkex.errors import TinkerError
+from tinkex.errors import ConfigError, TinkerError
 
 if TYPE_CHECKING:
     from tinkex import SamplingClient, ServiceClient
@@ -63,7 +63,7 @@ def chat(
     answer and Ctrl-D ends; from a pipe every line is a question, and an empty one ends.
     """
     settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    chosen = named(model)
+    chosen = resolve(state, model) if model else None
     if chosen and not chosen.startswith("tinker://"):
         prepare(state, chosen)
     with state.service(model=chosen, name="chat") as service:
@@ -75,8 +75,7 @@ def chat(
         elif sys.stdin.isatty() and sys.stdout.isatty() and state.format != "json":
             _at_terminal(talk)
         else:
-            while text := sys.stdin.readline().strip():
-                talk.ask(text)
+            _from_pipe(talk)
     if state.format == "json":
         print_json({"messages": talk.messages})
 
@@ -121,7 +120,14 @@ class Talk:
 
     def find(self, name: str) -> Partner:
         """Open a base model, a run or a checkpoint by its name."""
-        chosen = named(name) or name
+        there = State(base_url=self.state.base_url)
+        chosen = resolve(there, name)
+        address = self.service.get_server_address()
+        if there.base_url not in (self.state.base_url, address):
+            raise ConfigError(
+                f"{name!r} is on another server ({there.base_url}) than this conversation "
+                f"({address}). End it, and talk with `tinkex chat {name}`."
+            )
         if chosen != self.partner.base_model:
             prepare(self.state, chosen)
         return self.open(chosen, name)
@@ -171,6 +177,17 @@ class Talk:
 
 
 # ------------------------------------------------------------------------------------- terminal
+
+
+def _from_pipe(talk: Talk) -> None:
+    """Every line is a question or a command, up to the first empty one."""
+    while text := sys.stdin.readline().strip():
+        if text in ("/exit", "/quit"):
+            return
+        if text.startswith("/"):
+            _command(talk, *text[1:].partition(" ")[::2])
+        else:
+            talk.ask(text)
 
 
 def _at_terminal(talk: Talk) -> None:

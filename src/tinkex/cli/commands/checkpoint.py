@@ -5,6 +5,7 @@ Downloads and pushes are done by `tinkex.client.service.downloads`; this module 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import click
 
 from tinkex.cli.arguments import check_tinker_path, paging_options, path_argument
 from tinkex.cli.commands.checkpoint_delete import delete
+from tinkex.cli.commands.checkpoint_upload import upload
 from tinkex.cli.listing import Listing, collect
 from tinkex.cli.output import print_json, properties, size, span
 from tinkex.cli.state import Noun, State, pass_state
 
 _PAGE = 1000
+_SEARCH_PAGE = 200
 _CHECKPOINTS = Listing(
     "checkpoints",
     "Checkpoints",
@@ -30,6 +33,7 @@ _CHECKPOINTS = Listing(
         "Path": "tinker_path",
     },
 )
+_FOUND = replace(_CHECKPOINTS, columns={**_CHECKPOINTS.columns, "Base Model": "base_model"})
 _NAMES = Listing("names", "", {"Name": "name", "Path": "path"})
 
 
@@ -39,6 +43,7 @@ def checkpoint() -> None:
 
 
 checkpoint.add_command(delete)
+checkpoint.add_command(upload)
 
 
 @checkpoint.command("list")
@@ -58,6 +63,54 @@ def list_(state: State, run_id: str | None, limit: int, offset: int) -> None:
             )
     run = {"run_id": run_id} if run_id else {}
     state.show(_CHECKPOINTS.table(rows, total), {**run, "checkpoints": rows})
+
+
+@checkpoint.command()
+@click.option("--project", "projects", multiple=True, help="Only of this project; repeatable.")
+@click.option("--base-model", "bases", multiple=True, help="Only of this model; repeatable.")
+@click.option(
+    "--type",
+    "type_",
+    type=click.Choice(["training", "sampler", "external"]),
+    help="Only this kind.",
+)
+@click.option("--metadata", "pairs", multiple=True, metavar="KEY=VALUE", help="Saved with this.")
+@click.option("--limit", type=click.IntRange(min=0), default=20, help="Most rows; 0 shows all.")
+@pass_state
+def search(
+    state: State,
+    projects: tuple[str, ...],
+    bases: tuple[str, ...],
+    type_: Any,
+    pairs: tuple[str, ...],
+    limit: int,
+) -> None:
+    """Find checkpoints by project, base model, type or metadata, newest first."""
+    from tinkex import types
+
+    request = types.CheckpointSearchRequest(
+        project_ids=list(projects) or None,
+        base_models=list(bases) or None,
+        checkpoint_type=type_,
+        user_metadata=dict(_pair(pair) for pair in pairs),
+    )
+    rows: list[types.Checkpoint] = []
+    with state.rest() as rest:
+        while True:
+            want = min(limit - len(rows), _SEARCH_PAGE) if limit else _SEARCH_PAGE
+            page = rest.search_checkpoints(request.replaced(limit=want)).result()
+            rows += page.checkpoints
+            if page.next_cursor is None or (limit and len(rows) >= limit):
+                break
+            request = request.replaced(cursor=page.next_cursor)
+    state.show_items(_FOUND, rows)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, is_pair, value = text.partition("=")
+    if not is_pair or not key:
+        raise click.UsageError(f"--metadata {text!r} is not KEY=VALUE.")
+    return key, value
 
 
 @checkpoint.command()

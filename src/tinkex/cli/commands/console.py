@@ -61,10 +61,23 @@ def _show_folders(state: State, log_dir: Path, port: int, no_browser: bool) -> N
 
 
 def _link(base_url: str, key: str) -> str:
-    """The console's address, with a token of an hour where a key is needed."""
+    """The console's address: for a server of one's own as its owner, else with an hour's token."""
+    owner = _owner_token(base_url)
+    # A server that got a key since wants a login, whoever started it.
+    if owner and send("GET", base_url, "/console", "").status_code == 200:
+        return f"{base_url}/console/owner?token={quote(owner)}"
     if not key:
         return f"{base_url}/console"
     answer = send("POST", base_url, "/api/v1/auth/token", key)
     if answer.status_code != 200:
         raise click.ClickException(f"{base_url} does not take the key: {answer.text[:200]}")
     return f"{base_url}/console/enter?token={quote(answer.json()['jwt'])}"
+
+
+def _owner_token(base_url: str) -> str:
+    """The token of a server without keys that this user started; with it runs can be started."""
+    from tinkex.wire.local_servers import SERVING, read_record, state_folder
+
+    records = map(read_record, (state_folder() / SERVING).glob("*.json"))
+    found = (r.get("owner_token") for r in records if r.get("base_url") == base_url)
+    return next((token for token in found if isinstance(token, str)), "")

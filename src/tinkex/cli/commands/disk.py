@@ -168,13 +168,8 @@ def _would_go(held: DiskUsage, older_than_s: float, run_id: str) -> tuple[int, i
     if run_id:
         whole = [run for run in held.runs if run.run_id == run_id]
         return len(whole), sum(run.total for run in whole)
-    chosen = [run for run in held.runs if run.used_at < limit and _spare(run)]
-    return len(chosen), sum(map(_spare, chosen)) + held.other
-
-
-def _spare(run: RunDiskUsage) -> int:
-    """Bytes of a run that nobody needs: all but its named checkpoints."""
-    return run.total - run.sizes["checkpoints"]
+    chosen = [run for run in held.runs if run.used_at < limit and run.spare]
+    return len(chosen), sum(run.spare for run in chosen) + held.other
 
 
 def _data_folders(given: Path | None) -> Iterator[Path]:
@@ -203,10 +198,10 @@ def _runs_table(folder: Path, held: DiskUsage, show_all: bool) -> Table:
     rows = [_row(run) for run in runs]
     if rest := held.runs[len(runs) :]:
         total = sum(run.total for run in rest)
-        rows.append((f"{len(rest)} more (--all)", "", "", "", "", size(total), ""))
-    rows.append(("database", "", "", "", "", size(held.database), ""))
-    rows.append(("leftovers", "", "", "", "", size(held.other), ""))
-    columns = ("Name", "Used", "Checkpoints", "State", "Samplers", "Total", "Run ID")
+        rows.append((f"{len(rest)} more (--all)", "", "", "", "", "", size(total), ""))
+    rows.append(("database", "", "", "", "", "", size(held.database), ""))
+    rows.append(("leftovers", "", "", "", "", "", size(held.other), ""))
+    columns = ("Name", "Used", "Checkpoints", "State", "Samplers", "Other", "Total", "Run ID")
     return Table(title=f"{folder}: {size(held.total)}", columns=columns, rows=rows)
 
 
@@ -216,8 +211,9 @@ def _row(run: RunDiskUsage) -> tuple[Any, ...]:
         run.name,
         ago(datetime.fromtimestamp(run.used_at, UTC)) if run.used_at else "",
         _shown(sizes["checkpoints"]),
-        _shown(sizes["state"] + sizes["journal"]),
+        _shown(sizes["state"] + sizes["requests"]),
         _shown(sizes["samplers"]),
+        _shown(sum(sizes[kind] for kind in ("results", "losses", "trajectories"))),
         size(run.total),
         run.run_id,
     )

@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -111,7 +111,7 @@ def doctor(
         findings += _served(state, models, no_models, tokens)
     healthy = all(finding.verdict != "fail" for finding in findings)
     data = {"ok": healthy, "findings": [asdict(finding) for finding in findings]}
-    state.show(_FINDINGS.table(findings), data)
+    state.show(replace(_FINDINGS.table(findings), is_prose=True), data)
     if not healthy:
         raise click.exceptions.Exit(1)
 
@@ -138,7 +138,7 @@ def _served(state: State, models: tuple[str, ...], no_models: bool, tokens: int)
     findings: list[Finding] = []
     try:
         began = time.monotonic()
-        with state.service(patient=False) as service:
+        with state.service(patient=False, name="doctor") as service:
             served = service.get_server_capabilities().supported_models
             names = [m.model_name for m in served if m.model_name]
             findings.append(_reached(names, time.monotonic() - began))

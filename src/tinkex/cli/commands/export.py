@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli.arguments import run_or_path_argument
+from tinkex.cli.messages import program
+from tinkex.cli.names import resolve_checkpoint
 from tinkex.cli.output import properties, size
 from tinkex.cli.state import Leaf, State, pass_state
 
@@ -57,6 +59,7 @@ def export(
     """Write checkpoint PATH as a PEFT folder, a merged Hugging Face model or a GGUF file."""
     from tinkex.cli.downloads import check_room, fetch_folder, keep_adapter_only
 
+    path = resolve_checkpoint(state, path)
     _check_usage(output, form, number_type, base or ("--any-base" if any_base else None))
     check_room(output, force=force)
     facts: dict[str, Any] = {"format": form}
@@ -65,6 +68,8 @@ def export(
         keep_adapter_only(output)
     else:
         facts |= _converted(state, path, output, form, base, any_base, number_type or "f16")
+    if form in ("peft", "stacked"):
+        facts["base"] = _named_base(state, output)
     files = list(output.iterdir()) if output.is_dir() else [output]
     num_bytes = sum(file.stat().st_size for file in files)
     shown = {name.replace("_", " ").capitalize(): value for name, value in facts.items()}
@@ -79,6 +84,19 @@ def export(
             **facts,
         },
     )
+
+
+def _named_base(state: State, adapter: Path) -> str | None:
+    """The folder of the adapter's base on this machine, which the adapter names from now on."""
+    from tinkex.export.adapter_base import name_base
+
+    folder = name_base(adapter)
+    if folder is None:
+        state.note(
+            "The base model of this adapter is not on this machine: programs that load the adapter "
+            f"must find it by its name. Fetch it with `{program()} pull`."
+        )
+    return None if folder is None else str(folder)
 
 
 def _check_usage(output: Path, form: str, number_type: str | None, base: str | None) -> None:

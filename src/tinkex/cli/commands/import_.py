@@ -26,6 +26,10 @@ def import_(state: State, folder: Path, name: str, base_model: str | None) -> No
     """Upload the PEFT adapter in FOLDER. Tinkex servers only: it is an extension."""
     if not (folder / _NEEDED).is_file():
         raise click.ClickException(f"{folder} holds no {_NEEDED}; is it a PEFT adapter?")
+    from tinkex.export.adapter_base import trained_on
+
+    # An adapter that we exported names the folder of its base; the server has a name for it.
+    base_model = base_model or trained_on(folder)
     answer = _upload(state, _tar(folder), {"name": name, "base_model": base_model})
     path = answer["tinker_path"]
     state.show(

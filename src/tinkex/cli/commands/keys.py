@@ -159,9 +159,13 @@ def _store(where: dict[str, Any], *, make: bool = False) -> Iterator[Store]:
     from tinkex.server.process.config import load_config
     from tinkex.server.serve import connect_store
     from tinkex.store.database import sqlite_file
+    from tinkex.wire.local_servers import keeper_of
 
     file = where.pop("file")
     config = load_config(file=file, flags=where)
+    if make and not keeper_of(config.data_dir):
+        # A server for others has a folder of its own, unless the key is for one that runs.
+        config = load_config(file=file, flags={**where, "key_required": True})
     if not make and not config.database and not sqlite_file(config.data_dir).exists():
         raise click.ClickException(
             f"No server has kept anything in {config.data_dir} yet. Name its folder with "

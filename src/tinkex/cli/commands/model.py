@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import click
 
+from tinkex.cli.completions import complete_model
 from tinkex.cli.listing import Listing
+from tinkex.cli.messages import program
 from tinkex.cli.state import Noun, State, pass_state
 
 _MODELS = Listing(
@@ -58,3 +60,21 @@ def families(state: State) -> None:
     rows = [(family.arch, family.says, "natively") for family in FAMILIES.values()]
     items = [dict(zip(("type", "such_as", "runs"), row, strict=True)) for row in (*rows, *_OTHERS)]
     state.show(_FAMILIES.table(items, title="Model families"), {"families": items})
+
+
+@model.command()
+@click.argument("name", shell_complete=complete_model)
+@pass_state
+def path(state: State, name: str) -> None:
+    """Print the folder of base model NAME on this machine, for other programs."""
+    from tinkex.engine.model.base_model import resolve
+    from tinkex.errors import ModelNotFoundError
+
+    try:
+        source = resolve(name, allow_fetch=False)
+    except ModelNotFoundError as exc:
+        raise click.ClickException(f"{exc} Fetch it with `{program()} pull {name}`.") from exc
+    if source.note:
+        state.note(source.note)
+    folder = str(source.path.absolute())
+    state.show(folder, {"model": name, "path": folder})

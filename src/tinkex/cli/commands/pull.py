@@ -1,7 +1,7 @@
 """`tinkex pull`: fetch a base model once, and say what it needs before it is loaded.
 
 `prepare` does the same for commands that are about to use a model on this machine. Sizes come from
-the headers of the files, so neither torch nor a server is started for them.
+the headers of the files, so no server is started and no weight is read for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinkex.cli.arguments import known_runs
 from tinkex.cli.completions import complete_model
 from tinkex.cli.output import properties, size
 from tinkex.cli.state import Leaf, State, pass_state
-from tinkex.errors import ModelNotFoundError
+from tinkex.errors import ModelNotFoundError, TinkerError
 
 if TYPE_CHECKING:
     from tinkex.engine.model.base_model import ModelSource
@@ -108,17 +108,24 @@ class Need:
     parameters: int
     disk_bytes: int
     free_bytes: int | None
+    whole_bytes: tuple[int, int] | None = None
+    """For one user who trains and samples, on a CPU and on a GPU (docs/does-it-fit.md); None for
+    models that run through transformers, whose weights alone are known."""
 
     @property
     def memory_bytes(self) -> int:
-        return self.parameters * _CPU_BYTES
+        return self.whole_bytes[0] if self.whole_bytes else self.parameters * _CPU_BYTES
 
     @property
     def fits(self) -> bool:
         return self.free_bytes is None or self.memory_bytes <= self.free_bytes
 
     def words(self) -> str:
-        needed = f"needs {size(self.memory_bytes)} on a CPU, half of that on a GPU"
+        if self.whole_bytes:
+            cpu, gpu = map(size, self.whole_bytes)
+            needed = f"needs about {cpu} on a CPU, {gpu} on a GPU, to train and sample"
+        else:
+            needed = f"needs {size(self.memory_bytes)} on a CPU for its weights alone"
         if self.free_bytes is None:
             return needed
         return f"{needed}; {size(self.free_bytes)} of memory are free"
@@ -134,7 +141,23 @@ def need_of(source: ModelSource) -> Need:
         files = sorted(source.path.glob("*.safetensors"))
         shapes = [shape for file in files for shape in _shapes(file)]
     disk_bytes = sum(file.stat().st_size for file in files)
-    return Need(sum(math.prod(shape) for shape in shapes), disk_bytes, _free_bytes())
+    parameters = sum(math.prod(shape) for shape in shapes)
+    return Need(parameters, disk_bytes, _free_bytes(), _whole_bytes(source))
+
+
+def _whole_bytes(source: ModelSource) -> tuple[int, int] | None:
+    """Weights, adapter with its optimizer, one row and samples, by the engine's own sums."""
+    try:
+        import torch
+
+        from tinkex.engine.torch.survey import needs
+
+        config = source.config()
+    except (ImportError, TinkerError, OSError, ValueError):
+        return None  # no torch here, or a model that loading will refuse in its own words
+    if not config.native:
+        return None
+    return needs(config, torch.float32).total, needs(config, torch.bfloat16).total
 
 
 def _shapes(file: Path) -> list[list[int]]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def quickstart(state: State, folder: Path, fresh: bool, epochs: float, model: str | None) -> None:
     """Fine-tune SmolLM2-135M to answer as a pirate, here and now, on the CPU if need be."""
     from tinkex.cli.downloads import fetch_folder
-    from tinkex.recipes.loop import DEFAULT_MODEL
+    from tinkex.contract.models import DEFAULT_MODEL
     from tinkex.recipes.quickstart import run
 
     if fresh and folder.exists():
@@ -50,8 +50,8 @@ def quickstart(state: State, folder: Path, fresh: bool, epochs: float, model: st
         state.note(f"Training a LoRA adapter on {model}; Ctrl-C saves and stops.")
         with state.service(name="quickstart") as service, steps("quickstart") as on_step:
             outcome = run(folder, service, on_step, on_step.note, model=model, epochs=epochs)
-        if outcome.result.interrupted:
-            raise KeyboardInterrupt
+            if outcome.result.interrupted:
+                raise KeyboardInterrupt
         fetch_folder(state, outcome.result.sampler_path, adapter, force=True)
     except KeyboardInterrupt:
         _say_how_to_resume(state, folder)

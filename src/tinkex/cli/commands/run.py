@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinkex.cli.arguments import paging_options
 from tinkex.cli.commands.rollouts import rollouts
+from tinkex.cli.completions import complete_run
+from tinkex.cli.downloads import fetch_trace, trace_file
 from tinkex.cli.listing import Listing, collect
+from tinkex.cli.names import run_of, servers_here
 from tinkex.cli.output import MISSING, Table, ago, properties, size
 from tinkex.cli.state import Noun, State, pass_state
+from tinkex.runs.names import find, forget
 
 if TYPE_CHECKING:
     from tinkex.types import TrainingRun
@@ -21,8 +28,8 @@ _STYLES = {"OK": "green", "Failed": "red", "lost": "red", "running": "green"}
 
 
 def _result(run: TrainingRun) -> str:
-    """The reward of a run, else its loss: the loss of RL is near zero whatever happens."""
-    for name, value in (("reward", run.reward), ("loss", run.loss)):
+    """The reward or KL of a run, else its loss: that of RL is near zero whatever happens."""
+    for name, value in (("reward", run.reward), ("kl", run.kl), ("loss", run.loss)):
         if value is not None:
             return f"{name} {value:.3g}"
     return ""
@@ -44,6 +51,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[TrainingRun], Any]]] = {
     "result": ("Result", _result),
     "loss": ("Loss", lambda run: _figure(run.loss)),
     "reward": ("Reward", lambda run: _figure(run.reward)),
+    "kl": ("KL", lambda run: _figure(run.kl)),
     "id": ("Run ID", lambda run: run.training_run_id),
     "model": ("Base Model", lambda run: run.base_model),
     "owner": ("Owner", lambda run: run.model_owner),
@@ -69,7 +77,7 @@ def _listing(names: Iterable[str]) -> Listing:
 
 @click.group(cls=Noun)
 def run() -> None:
-    """List and inspect training runs."""
+    """List, inspect, name, note, stop and delete training runs."""
 
 
 run.add_command(rollouts)
@@ -94,9 +102,13 @@ def _columns(ctx: click.Context, param: click.Parameter, value: str) -> list[str
     callback=_columns,
     help=f"Columns of the table, from {','.join(_COLUMNS)}.",
 )
+@click.option("--all", "everywhere", is_flag=True, help="Of every server of this machine.")
 @pass_state
-def list_(state: State, limit: int, offset: int, columns: list[str]) -> None:
+def list_(state: State, limit: int, offset: int, columns: list[str], everywhere: bool) -> None:
     """List training runs, newest first."""
+    if everywhere:
+        _list_everywhere(state, limit, offset, columns)
+        return
     with state.rest() as rest:
         runs, total = collect(
             rest.list_training_runs, "training_runs", limit=limit, offset=offset, page=_PAGE
@@ -104,17 +116,135 @@ def list_(state: State, limit: int, offset: int, columns: list[str]) -> None:
     state.show_items(_listing(columns), runs, total=total)
 
 
+def _list_everywhere(state: State, limit: int, offset: int, columns: list[str]) -> None:
+    found = []
+    for server in servers_here():
+        with State(base_url=server).rest() as rest:
+            runs, total = collect(
+                rest.list_training_runs, "training_runs", limit=limit, offset=offset, page=_PAGE
+            )
+        found.append({"server": server, "runs": runs, "total": total})
+        if state.format != "json":
+            state.note(f"Runs of the server {server}:")
+            state.show_items(_listing(columns), runs, total=total)
+    if state.format == "json":
+        state.show("", {"servers": found})
+
+
 @run.command()
 @click.argument("run_id")
 @pass_state
 def info(state: State, run_id: str) -> None:
-    """Show one training run. RUN_ID may also be a tinker:// path of one of its checkpoints."""
+    """Show one training run. RUN_ID may also be its name, its log folder or a checkpoint of it."""
+    chosen = run_of(state, run_id)
     with state.rest() as rest:
-        if run_id.startswith("tinker://"):
-            run = rest.get_training_run_by_tinker_path(run_id).result()
-        else:
-            run = rest.get_training_run(run_id).result()
+        run = rest.get_training_run(chosen).result()
     state.show(lambda: _info_table(run), run)
+
+
+run_argument = click.argument("run", shell_complete=complete_run)
+
+
+@run.command()
+@run_argument
+@click.argument("name")
+@pass_state
+def rename(state: State, run: str, name: str) -> None:
+    """Call RUN (a name, an id, a folder or a path) NAME."""
+    _describe(state, run, name=name)
+
+
+@run.command()
+@run_argument
+@click.argument("text")
+@pass_state
+def note(state: State, run: str, text: str) -> None:
+    """Keep TEXT with RUN, in place of an earlier note; an empty one removes it."""
+    _describe(state, run, note=text)
+
+
+@run.command()
+@run_argument
+@click.argument("tags", nargs=-1)
+@pass_state
+def tag(state: State, run: str, tags: tuple[str, ...]) -> None:
+    """Give RUN these TAGS, in place of those that it has."""
+    _describe(state, run, tags=list(tags))
+
+
+def _describe(state: State, run: str, **said: Any) -> None:
+    chosen = run_of(state, run)
+    with state.rest() as rest:
+        described = rest.describe_run(chosen, **said).result()
+    state.show(lambda: _info_table(described), described)
+
+
+@run.command()
+@run_argument
+@click.option("--reason", default="", help="Told to the program that trains it.")
+@pass_state
+def stop(state: State, run: str, reason: str) -> None:
+    """End what RUN has queued and running. Its checkpoints stay: it can be resumed."""
+    chosen = run_of(state, run)
+    with state.rest() as rest:
+        stopped = rest.stop_run(chosen, reason).result()
+    text = f"Stopped {run}; {stopped.num_ended} requests were queued or running."
+    state.show(text, {"run": chosen, "num_ended": stopped.num_ended})
+
+
+@run.command()
+@run_argument
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@pass_state
+def delete(state: State, run: str, yes: bool) -> None:
+    """Delete RUN for good, with all its checkpoints, curves and state.
+
+    A resumed run goes with all its segments. Refused while it trains and while a checkpoint of it
+    is published; what it used stays billed. A log folder on this machine stays.
+    """
+    local, chosen = find(run), run_of(state, run)
+    with state.rest() as rest:
+        found = rest.get_training_run(chosen).result()
+        known = " ".join(filter(None, [found.name, f"({found.training_run_id})"]))
+        if not yes:
+            question = f"Delete the run {known} and all its checkpoints for good?"
+            click.confirm(question, abort=True, err=True)
+        deleted = rest.delete_run(found.training_run_id).result()
+    if local is not None:
+        forget(run)
+        state.note(f"Its log folder stays: {local.folder}")
+    freed = f"{deleted.num_checkpoints} checkpoints, {size(deleted.freed_bytes)}"
+    state.show(f"Deleted the run {known}: {freed}.", deleted)
+
+
+@run.command()
+@click.argument("run_id")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where to write it; standard output where that is a file or a pipe, else RUN.pftrace.",
+)
+@pass_state
+def trace(state: State, run_id: str, output: Path | None) -> None:
+    """Fetch the timeline of a run, to open in ui.perfetto.dev.
+
+    It shows requests as they waited and ran, the passes of the device, samples with their prefill
+    and decode, saves and rate limits.
+    """
+    with state.rest() as rest:
+        url = rest.export_run_trace(run_id).result()
+    if output is None and not sys.stdout.isatty() and state.format != "json":
+        with tempfile.TemporaryDirectory() as folder:
+            fetch_trace(url, file := Path(folder, "trace"))
+            sys.stdout.buffer.write(file.read_bytes())
+        return
+    target = output or trace_file(run_id)
+    num_bytes = fetch_trace(url, target)
+    state.show(
+        properties(None, {"Run": run_id, "Destination": target, "Size": size(num_bytes)}),
+        {"run_id": run_id, "destination": str(target), "file_size_bytes": num_bytes},
+    )
 
 
 def _info_table(run: TrainingRun) -> Table:
@@ -134,5 +264,12 @@ def _info_table(run: TrainingRun) -> Table:
             f"busy {worker.utilisation:.0%}, KV cache {size(worker.kv_bytes)}, "
             f"adapters {size(worker.adapter_bytes)}"
         )
+    if run.note:
+        pairs["Note"] = run.note
+    if run.tags:
+        pairs["Tags"] = ", ".join(run.tags)
+    if run.segments:
+        pairs["Resumed"] = ", ".join(f"at step {one.step}" for one in run.segments[1:])
+    pairs |= {f"Setting: {key}": value for key, value in (run.settings or {}).items()}
     pairs |= {f"Metadata: {key}": value for key, value in (run.user_metadata or {}).items()}
     return properties(f"Training run {run.training_run_id}", pairs)

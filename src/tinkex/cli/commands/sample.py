@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.arguments import named
 from tinkex.cli.commands.pull import prepare
 from tinkex.cli.completions import complete_model
 from tinkex.cli.live_text import LiveText
+from tinkex.cli.names import resolve
 from tinkex.cli.output import Table
 from tinkex.cli.state import Leaf, State, pass_state
 
@@ -55,7 +55,7 @@ def sample(
     from tinkex.recipes.render import Renderer
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    chosen = named(model)
+    chosen = resolve(state, model) if model else None
     if chosen and state.format != "json":
         prepare(state, chosen)
     with state.service(model=chosen, name="sample") as service:

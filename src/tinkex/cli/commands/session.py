@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from tinkex.cli.arguments import paging_options
+from tinkex.cli.downloads import fetch_trace, trace_file
 from tinkex.cli.listing import collect
 from tinkex.cli.output import Table, ago, properties, size
 from tinkex.cli.state import Noun, State, pass_state
@@ -101,33 +102,9 @@ def export_trace(state: State, session_id: str, output: Path | None, url_only: b
     if url_only:
         state.show(url, {"session_id": session_id, "url": url})
         return
-    # Ids hold colons, which some file systems refuse.
-    target = output or Path(f"{session_id.replace(':', '_').replace('/', '_')}.pftrace")
-    num_bytes = _fetch(url, target)
+    target = output or trace_file(session_id)
+    num_bytes = fetch_trace(url, target)
     state.show(
         properties(None, {"Session": session_id, "Destination": target, "Size": size(num_bytes)}),
         {"session_id": session_id, "destination": str(target), "file_size_bytes": num_bytes},
     )
-
-
-def _fetch(url: str, target: Path) -> int:
-    """Download aside, then rename: a broken download never looks like a finished one."""
-    import httpx
-
-    from tinkex.wire.loopback import DIRECT
-
-    aside = target.with_name(target.name + ".part")
-    try:
-        with (
-            httpx.Client(follow_redirects=True, timeout=60, mounts=DIRECT) as client,
-            client.stream("GET", url) as answer,
-        ):
-            answer.raise_for_status()
-            with aside.open("wb") as out:
-                for piece in answer.iter_bytes():
-                    out.write(piece)
-    except httpx.HTTPError as exc:
-        aside.unlink(missing_ok=True)
-        raise click.ClickException(f"Could not download the trace: {exc}") from exc
-    aside.replace(target)
-    return target.stat().st_size

@@ -5,8 +5,10 @@ The loops are in `tinkex.recipes`; this module turns options into a config and a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from functools import partial
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinkex.cli.arguments import named
+from tinkex.cli import started_commands
+from tinkex.cli.arguments import named, near_runs
 from tinkex.cli.commands.pull import prepare
 from tinkex.cli.completions import complete_model, complete_run
 from tinkex.cli.messages import program
@@ -24,6 +27,8 @@ from tinkex.cli.progress import RESULTS, label, steps
 from tinkex.cli.state import Noun, State, pass_state
 from tinkex.errors import ConfigError
 from tinkex.runs import json_lines
+from tinkex.runs.names import find
+from tinkex.wire.local_servers import read_record
 
 if TYPE_CHECKING:
     from tinkex.recipes.loop import Result
@@ -41,8 +46,9 @@ def _options(config: str, *specs: tuple[str, Any, str]) -> Callable[[Command], C
 
     def add(command: Command) -> Command:
         for flag, kind, text in reversed((*specs, *_COMMON)):
+            names = flag.split(",")  # the first is the setting's, the others mean the same
             command = click.option(
-                flag, type=kind, default=None, help=text, cls=_RecipeOption, config=config
+                *names, type=kind, default=None, help=text, cls=_RecipeOption, config=config
             )(command)
         command = click.option(
             "--name", help="Call the run this: `tinkex chat NAME`, `--from NAME`."
@@ -56,6 +62,11 @@ def _options(config: str, *specs: tuple[str, Any, str]) -> Callable[[Command], C
         command = click.option(
             "--plot", "show_plot", is_flag=True, help="Draw the curve in the terminal at the end."
         )(command)
+        command = click.option(
+            "--dry-run",
+            is_flag=True,
+            help="Count steps and tokens, estimate time, money and disk, and train nothing.",
+        )(command)
         return click.option(
             "--tracker",
             "trackers",
@@ -67,16 +78,24 @@ def _options(config: str, *specs: tuple[str, Any, str]) -> Callable[[Command], C
     return add
 
 
+def rate_or_auto(text: str) -> float | str:
+    """The type of `--learning-rate`: a number, or `auto`."""
+    try:
+        return text if text == "auto" else float(text)
+    except ValueError:
+        raise click.BadParameter(f"'{text}' is neither a number nor 'auto'.") from None
+
+
 class _RecipeOption(click.Option):
     """An option whose help shows the recipe's default; only the help imports the recipe."""
 
     def __init__(self, *args: Any, config: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._config = config
+        self.config = config
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         record = super().get_help_record(ctx)
-        default = _defaults(self._config).get(str(self.name))
+        default = _defaults(self.config).get(str(self.name))
         return (
             (record[0], f"{record[1]}  [default: {default}]")
             if record and default is not None
@@ -95,8 +114,16 @@ _COMMON: tuple[tuple[str, Any, str], ...] = (
     ("--log-dir", str, "Metrics, config and checkpoints. The same folder resumes a run."),
     ("--model", str, "Base model."),
     ("--rank", int, "LoRA rank."),
-    ("--learning-rate", float, "Peak learning rate."),
-    ("--schedule", click.Choice(["linear", "constant"]), "Course of the learning rate."),
+    ("--learning-rate,--lr", rate_or_auto, "Peak learning rate, or auto: by the model's size."),
+    (
+        "--schedule",
+        click.Choice(["constant", "linear", "cosine"]),
+        "Course of the learning rate after the warmup; linear and cosine end at a tenth.",
+    ),
+    ("--warmup", float, "Steps that the learning rate rises for; below 1 a share of all."),
+    ("--weight-decay", float, "Decoupled weight decay, as in AdamW."),
+    ("--clip", float, "Largest norm of a step's gradient; 0 is off."),
+    ("--accumulate", int, "Batches per optimizer step, one pass each."),
     ("--save-every", int, "Steps between checkpoints."),
     ("--seed", int, "Seed of weights, order and samples."),
 )
@@ -107,6 +134,7 @@ _LENGTH: tuple[tuple[str, Any, str], ...] = (
 )
 
 _EVAL: tuple[tuple[str, Any, str], ...] = (
+    ("--eval-data", str, "File or dataset to evaluate on, instead of a share of the rows."),
     ("--eval-share", float, "Share of rows held out."),
     ("--eval-every", int, "Steps between evaluations."),
 )
@@ -122,14 +150,20 @@ _STOP: tuple[tuple[str, Any, str], ...] = (
     "sft:SftConfig",
     *_LENGTH,
     ("--learn", click.Choice(["all", "last"]), "Learn all assistant turns, or the last."),
+    (
+        "--pack",
+        bool,
+        "Count as one row what fits into --max-length together: fewer, fuller steps "
+        "(true or false).",
+    ),
     *_EVAL,
     ("--samples", int, "Held-out questions answered at each evaluation, to read along."),
     *_STOP,
 )
 @pass_state
 def sft(state: State, /, data: str, **options: Any) -> None:
-    """Learn the answers in DATA: chat `messages` or prompt/completion rows, as JSONL, JSON, CSV
-    or a Hugging Face dataset id."""
+    """Learn the answers in DATA: `messages`, ShareGPT, prompt/completion, alpaca or plain `text`
+    rows, as JSONL, JSON, CSV or a Hugging Face dataset id."""
     from tinkex.recipes import sft
 
     _run(state, sft.train, partial(sft.SftConfig, data=data), options, rows=data)
@@ -152,7 +186,14 @@ def dpo(state: State, /, data: str, **options: Any) -> None:
 
 
 @train.command()
-@click.argument("reward")
+@click.argument("reward", required=False)
+@click.option(
+    "--reward",
+    "rewards",
+    multiple=True,
+    metavar="FILE.py:NAME[=WEIGHT]",
+    help="A reward function with its weight; repeatable, and the weighted rewards are added up.",
+)
 @click.option("--prompts", help="File or dataset of prompts; default: prompts() beside REWARD.")
 @_options(
     "rl:RlConfig",
@@ -178,23 +219,38 @@ def dpo(state: State, /, data: str, **options: Any) -> None:
     ("--stop-at-reward", float, "Stop when the held-out reward reaches this."),
 )
 @pass_state
-def rl(state: State, /, reward: str, prompts: str | None, **options: Any) -> None:
+def rl(
+    state: State,
+    /,
+    reward: str | None,
+    rewards: tuple[str, ...],
+    prompts: str | None,
+    **options: Any,
+) -> None:
     """Raise the reward of REWARD, a function or environment named FILE.py:NAME.
 
-    A function is called as reward(completion, row) and returns a number; row is the prompt's row.
+    A function gets what its parameters name: completion, prompt, row, any column of the prompts'
+    rows; or completions, prompts and rows, all of a step at once. TRL's reward functions work.
     An environment is a class with start() and step(answer), for several turns: see
     tinkex/recipes/episodes.py.
     """
     from tinkex.recipes import rl
 
-    module, function = load_function(reward)
-    if prompts is None and not callable(getattr(module, "prompts", None)):
+    names = [*([reward] if reward else []), *rewards]
+    if not names:
+        raise click.UsageError("Name a reward: FILE.py:NAME, or --reward FILE.py:NAME=WEIGHT.")
+    loaded = [load_reward(name) for name in names]
+    modules = [module for module, _, _ in loaded]
+    beside = next((m for m in modules if callable(getattr(m, "prompts", None))), None)
+    if prompts is None and beside is None:
         raise click.UsageError(
             "Give --prompts FILE, or define prompts() beside the reward, returning rows."
         )
-    rows = prompts if prompts is not None else module.prompts()
-    file = reward.rpartition(":")[0]
-    _run(state, rl.train, rl.RlConfig, options, function, rows, rows=prompts, named_after=file)
+    rows = prompts if prompts is not None or beside is None else beside.prompts()
+    weighted = [(function, weight) for _, function, weight in loaded]
+    judge = weighted[0][0] if weighted[0][1] == 1.0 and len(weighted) == 1 else weighted
+    file = names[0].rpartition(":")[0]
+    _run(state, rl.train, rl.RlConfig, options, judge, rows, rows=prompts, named_after=file)
 
 
 @train.command()
@@ -221,6 +277,40 @@ def distill(state: State, /, prompts: str, teacher: str, **options: Any) -> None
 
     config = partial(distill.DistillConfig, teacher=named(teacher) or teacher)
     _run(state, distill.train, config, options, prompts, rows=prompts)
+
+
+@train.command(hidden=True)
+@pass_state
+def forms(state: State) -> None:
+    """Options of the recipes and the export, as JSON: the console's forms are made of it."""
+    from tinkex.cli.command_forms import forms_of
+    from tinkex.cli.commands.export import export
+    from tinkex.cli.output import print_json
+
+    def default_of(param: click.Parameter) -> Any:
+        if isinstance(param, _RecipeOption):
+            return _defaults(param.config).get(str(param.name))
+        return param.default if param.name == "form" else None
+
+    def is_recipe(command: click.Command) -> bool:
+        return any(isinstance(param, _RecipeOption) for param in command.params)
+
+    recipes = {name: command for name, command in train.commands.items() if is_recipe(command)}
+    print_json(forms_of({**recipes, "export": export}, default_of))
+
+
+def load_reward(name: str) -> tuple[Any, Callable[..., Any], float]:
+    """`FILE.py:FUNCTION` or `FILE.py:FUNCTION=WEIGHT` -> (module, function, weight)."""
+    file, colon, attribute = name.rpartition(":")
+    attribute, equals, weight = attribute.partition("=")
+    called = f"{file}{colon}{attribute}"
+    try:
+        number = float(weight) if equals else 1.0
+    except ValueError:
+        raise click.UsageError(
+            f"'{weight}' is no weight; write FILE.py:FUNCTION=WEIGHT, such as {called}=0.5."
+        ) from None
+    return *load_function(called), number
 
 
 def load_function(name: str) -> tuple[Any, Callable[..., float]]:
@@ -263,25 +353,84 @@ def _run(
     """
     from tinkex.recipes.data import check_source
 
+    command = click.get_current_context()
+    started = {"command": command.info_name, "params": dict(command.params), "cwd": os.getcwd()}
     recipe, show_plot = train.__module__.rpartition(".")[2], options.pop("show_plot")
-    config = config_of(**_settings(recipe, named_after or rows or "", options))
-    if rows is not None:
-        check_source(rows)
+    dry_run = options.pop("dry_run")
+    config = config_of(**_settings(recipe, named_after or rows or "", options, dry_run))
+    for source in (rows, config.eval_data):
+        if source:
+            check_source(source)
+    if (known := find(config.log_dir)) is not None:
+        state.go_to(known)
     prepare(state, config.model)
     # In the server's listings the run has the name of its folder.
     service = state.service(model=config.model, name=Path(config.log_dir).name)
-    with service as client, steps(recipe) as on_step:
-        result = train(config, client, *inputs, on_step, on_step.note)
-    _show(state, config.log_dir, result, show_plot)
+    if dry_run:
+        from tinkex.cli.plan_table import show_plan
+
+        with service as client:
+            show_plan(state, recipe, config, client, inputs)
+        return
+    try:
+        with service as client, steps(recipe) as on_step:
+            started_commands.keep(Path(config.log_dir), started)
+            result = train(config, client, *inputs, on_step, on_step.note)
+            if result.interrupted:
+                client.close("interrupted", "Ctrl-C")
+        _show(state, config.log_dir, result, show_plot)
+    except KeyboardInterrupt:  # the second Ctrl-C, or one before the first step
+        state.note(_stopped(config.log_dir))
+        raise click.exceptions.Exit(130) from None
 
 
-def _settings(recipe: str, source: str, options: dict[str, Any]) -> dict[str, Any]:
+def _stopped(log_dir: str) -> str:
+    """A run that was stopped at once: how far it is saved, and how it goes on."""
+    run = find(log_dir)
+    if run is None or not run.state_path:
+        return "Stopped before the first checkpoint. The same command starts again."
+    return (
+        f"Stopped at once; the first {run.step} steps are saved.\n"
+        f"Resume with: {program()} train resume {_called(log_dir)}"
+    )
+
+
+@train.command()
+@click.argument("run", shell_complete=complete_run)
+@pass_state
+@click.pass_context
+def resume(ctx: click.Context, state: State, run: str) -> None:
+    """Go on with RUN, a name or a log folder, with the settings that it was started with.
+
+    A folder that somebody else began is refused: its command may run code of theirs.
+    """
+    found = find(run)
+    if found is None:
+        raise ConfigError(f"No run is called {run!r}, and no log folder.{near_runs(run)}")
+    folder = found.folder.resolve()
+    started = started_commands.kept(folder)
+    command = train.commands.get(str(started.get("command")))
+    if command is None:
+        raise ConfigError(
+            f"{found.folder} does not say how its run was started: `tinkex train` did not, or an "
+            "earlier one. Start it again with the command or the program that began it."
+        )
+    # Files that the command names are where they were from there.
+    with contextlib.chdir(started["cwd"]):
+        said = str(read_record(folder / "config.json").get("log_dir", ""))
+        log_dir = said if Path(said).resolve() == folder else str(folder)
+        ctx.invoke(command, **{**started["params"], "log_dir": log_dir, "name": None})
+
+
+def _settings(recipe: str, source: str, options: dict[str, Any], dry_run: bool) -> dict[str, Any]:
     """The settings that options were given for; the recipe's defaults stand for the others."""
     from tinkex.runs.names import find_path, remember
 
     name, start = options.pop("name"), options.pop("start")
     settings = {name: value for name, value in options.items() if value is not None}
     settings["trackers"] = tuple(settings.get("trackers", ()))
+    if "eval_data" in settings and "eval_share" in settings:
+        raise click.UsageError("--eval-data takes the place of --eval-share; give one of them.")
     if settings.get("kl_to", "base") != "base":
         settings["kl_to"] = named(settings["kl_to"])
     # Named after what is trained on: a second file never meets the log of the first.
@@ -297,7 +446,7 @@ def _settings(recipe: str, source: str, options: dict[str, Any]) -> dict[str, An
             raise click.UsageError(
                 f"'{start}' is no run here: --from takes a name, a log folder, or a tinker:// path."
             )
-    if name:
+    if name and not dry_run:
         remember(name, settings["log_dir"])
     return settings
 
@@ -306,7 +455,7 @@ def _show(state: State, log_dir: str, result: Result, show_plot: bool) -> None:
     if result.interrupted:
         state.note(
             f"Stopped after step {result.step}; everything is saved.\n"
-            f"Resume with the same command (log folder {log_dir})."
+            f"Resume with: {program()} train resume {_called(log_dir)}"
         )
     state.show(
         properties(

@@ -7,6 +7,7 @@ raise `TimeoutError` or `OSError` when there is no answer; neither follows redir
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import Mapping
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -15,11 +16,17 @@ from urllib.request import getproxies, proxy_bypass
 import httpx
 
 from tinkex.client.config import ClientConfig, is_loopback
-from tinkex.client.http.http1 import Http1Pool, ProtocolError, Reply
+from tinkex.client.http.http1 import Http1Pool, NoConnectionError, ProtocolError, Reply
 from tinkex.wire.loopback import DIRECT
+
+_NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST"})
 
 # httpx logs every request at INFO; ours are on the event bus.
 logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+class TlsError(ProtocolError):
+    """No TLS with this server, whenever it is tried; the text says what to change."""
 
 
 class Backend(Protocol):
@@ -103,10 +110,15 @@ class HttpxBackend:
             answer = await self._clients[index].request(
                 method, url, headers=dict(headers), content=body, timeout=timeout
             )
+        except httpx.ConnectTimeout as exc:
+            raise NoConnectionError(f"no connection within {timeout.connect:g} s") from exc
         except httpx.TimeoutException as exc:
             raise TimeoutError(f"{type(exc).__name__} {exc}".strip()) from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            raise ProtocolError(f"{type(exc).__name__} {exc}".strip()) from exc
+            if (hopeless := _tls_trouble(self._config.base_url, exc)) is not None:
+                raise hopeless from exc
+            kind = NoConnectionError if isinstance(exc, httpx.ConnectError) else ProtocolError
+            raise kind(f"{type(exc).__name__} {exc}".strip()) from exc
         finally:
             self._busy[index] -= 1
         return Reply(answer.status_code, answer.headers, answer.content)
@@ -114,3 +126,22 @@ class HttpxBackend:
     async def close(self) -> None:
         for client in self._clients:
             await client.aclose()
+
+
+def _tls_trouble(base_url: str, error: BaseException) -> TlsError | None:
+    """The error of a handshake that no second try can mend; None: it may be mended."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return TlsError(
+            f"The certificate of {base_url} does not verify: {cause.verify_message}. Set "
+            "SSL_CERT_FILE to a file with the certificate of its authority (or its own, where it "
+            "signed itself), or check the address."
+        )
+    if cause is not None and cause.reason in _NO_TLS:
+        return TlsError(
+            f"{base_url} does not speak TLS ({cause.reason}). Begin the address with http://, or "
+            "give the port that speaks TLS."
+        )
+    return None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from tinkex.client.http.http1 import Reply
+from tinkex.client.http.options import Options, check_options, timeout_of
 from tinkex.client.http.retry import parse_retry_after_s
 from tinkex.errors import APIStatusError, status_error_class
 from tinkex.wire import Body, Generation, requests
@@ -35,7 +36,13 @@ class Call(NamedTuple):
     timeout_s: float | None = None
     """None: the config's."""
     max_retries: int | None = None
-    """Quick tries after the first; None: the config's."""
+    """Most tries after the first; None: the config's."""
+    quick_retries: int | None = None
+    """Quick tries of a round; None: the contract's ten."""
+    own_headers: Mapping[str, str] | None = None
+    """Those of the caller's options, which win over all others."""
+    idempotency_key: str | None = None
+    """None: one is made, the same for every try."""
     window: bool = True
     """Go on with rounds of quick tries for the config's `retry_window_s`."""
     waits_itself: bool = False
@@ -65,6 +72,26 @@ class Call(NamedTuple):
         body = request if is_body else requests.encode(endpoint, request, generation)
         return cls(
             method=row.method, path=path.format(**ids) if ids else path, body=body, **options
+        )
+
+    def having(self, options: Options, part: int = 0) -> Call:
+        """This call with the options of a caller; `part` is its number in a call of several.
+
+        Raises:
+            InvalidInputError: An option is unknown, or out of range.
+        """
+        if not options:
+            return self
+        check_options(options)
+        key = options.get("idempotency_key")
+        query = {**(self.query or {}), **options.get("params", {})}
+        return self._replace(
+            own_headers=options.get("headers"),
+            timeout_s=timeout_of(options) or self.timeout_s,
+            max_retries=options.get("max_retries", self.max_retries),
+            query=query or None,
+            # The parts are different requests, and a key is that of one.
+            idempotency_key=f"{key}-{part + 1}" if key and part else key or self.idempotency_key,
         )
 
 
@@ -98,8 +125,8 @@ def status_error(call: Call, reply: Reply, *, has_key: bool = True) -> APIStatus
     hint = _HINTS.get(reply.status, "")
     if reply.status == 401 and not has_key:
         detail, hint = "this server wants a key, and none was given.", NO_KEY
-    elif hint and "TINKER_API_KEY" in detail:
-        hint = ""  # the server has said it
+    elif hint and (_says_what_to_do(body) or "TINKER_API_KEY" in detail):
+        hint = ""  # a second piece of advice would only be another one
     asked = call.name or f"{call.method} /api/v1/{call.path}"
     text = f"Error code: {reply.status} on {asked} - {detail[:2000]}"
     asked_s = parse_retry_after_s(reply.headers)
@@ -112,6 +139,14 @@ def status_error(call: Call, reply: Reply, *, has_key: bool = True) -> APIStatus
         request_id=reply.headers.get("x-request-id"),
         retry_after_ms=None if asked_s is None else round(asked_s * 1000),
     )
+
+
+def _says_what_to_do(body: Any) -> bool:
+    """Whether a server of Tinkex refused it, whose text ends with the fix.
+
+    But for a 401: the fix is on this side.
+    """
+    return isinstance(body, dict) and "code" in body and body["code"] != "not_authenticated"
 
 
 def _detail(body: Any) -> str | None:

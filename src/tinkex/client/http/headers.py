@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import sys
 import uuid
+from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
@@ -55,3 +56,12 @@ def standard_headers() -> MappingProxyType[str, str]:
 
 def idempotency_key() -> str:
     return f"stainless-python-retry-{uuid.uuid4()}"
+
+
+def put(headers: dict[str, str], given: Mapping[str, str]) -> None:
+    """Set headers over those that are there; a name is the same name in any case."""
+    for name, value in given.items():
+        if name not in headers:
+            folded = name.lower()
+            name = next((known for known in headers if known.lower() == folded), name)
+        headers[name] = value

@@ -33,6 +33,10 @@ class ProtocolError(ConnectionError):
     """The connection broke or the bytes on it are not HTTP."""
 
 
+class NoConnectionError(ProtocolError):
+    """There was no connection to break."""
+
+
 class _Stale(ProtocolError):
     """A kept connection ended before the answer began; nothing of it was processed."""
 
@@ -282,8 +286,8 @@ class Http1Pool:
         """Send one request to a URL of this origin; gives the answer with its body decoded.
 
         Raises:
-            TimeoutError: No connection, or no whole answer, in time.
-            OSError: The connection could not be made or broke.
+            TimeoutError: No whole answer in time.
+            OSError: The connection could not be made, or broke.
         """
         head = self._head(method, url.removeprefix(self._origin), headers, body)
         while True:
@@ -304,7 +308,11 @@ class Http1Pool:
         self, method: str, target: str, headers: Mapping[str, str], body: bytes | None
     ) -> bytes:
         lines = [f"{method} {target} HTTP/1.1", f"Host: {self._host_header}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
+        for name, value in headers.items():
+            if len(name) == 4 and name.lower() == "host":
+                lines[1] = f"Host: {value}"  # the user's; two of them would be no request at all
+            else:
+                lines.append(f"{name}: {value}")
         if body is not None or method != "GET":
             lines.append(f"Content-Length: {len(body) if body else 0}")
         text = "\r\n".join(lines)
@@ -342,6 +350,8 @@ class Http1Pool:
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: _Connection(self), self._host, self._port
                 )
+        except TimeoutError as exc:
+            raise NoConnectionError(f"no connection within {timeout_s:g} s") from exc
         finally:
             self._opening -= 1
             self._line.wake()

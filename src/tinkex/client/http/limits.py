@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import ClassVar
 
 from tinkex.client.background_loop import loop_time
+from tinkex.client.http.retry import obeyed_s
 from tinkex.client.http.waiting_line import WaitingLine
 
 _GRACE_S = 10.0
@@ -102,7 +103,7 @@ class SampleGate:
     def hold_back(self, num_bytes: int, asked_s: float | None) -> None:
         """A submit was refused for load: the whole account waits, a minute at most."""
         own_s = 1.0 if num_bytes <= 131_072 else 5.0
-        self.limiter.hold(asked_s if asked_s is not None and 0 < asked_s <= 60 else own_s)
+        self.limiter.hold(obeyed_s(asked_s) or own_s)
 
 
 class _Admission:

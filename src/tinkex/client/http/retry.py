@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import email.utils
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tinkex.client.background_loop import loop_time
-from tinkex.types.service.request_error import is_retryable_status
+from tinkex.errors import APIConnectionError, APIStatusError, is_retryable
 
 logger = logging.getLogger("tinkex.retry")
 
@@ -37,6 +38,16 @@ def parse_retry_after_s(
     return None if date is None else email.utils.mktime_tz(date) - now()
 
 
+def obeyed_s(asked: float | None) -> float | None:
+    """The wait that a server is given which asked for this one: a minute at most."""
+    return min(asked, _MAX_SERVER_DELAY_S) if asked is not None and asked > 0 else None
+
+
+def is_final(error: APIStatusError | APIConnectionError) -> bool:
+    """Whether the server said that asking again is of no use, whatever the status."""
+    return isinstance(error, APIStatusError) and error.headers.get("x-should-retry") == "false"
+
+
 def _number(text: str | None) -> float | None:
     try:
         value = float(text) if text else None
@@ -49,38 +60,34 @@ def _number(text: str | None) -> float | None:
 class RetryPolicy:
     """How often and after how long a call is repeated: quick tries, then slower rounds of them."""
 
-    max_retries: int = 10
-    """Quick tries after the first (9.1)."""
+    max_retries: int | None = None
+    """Most tries after the first, of all kinds; None: as many as the window holds."""
+    quick_retries: int = 10
+    """Quick tries of a round, after its first (9.1)."""
     delay_base_s: float = 0.5
     delay_max_s: float = 10.0
     jitter: float = 0.25
     window_s: float = 300.0
-    """How long rounds of quick tries go on (9.2)."""
+    """How long a call is tried again: quick tries, and rounds of them (9.2)."""
     round_delay_max_s: float = 30.0
     uniform: Callable[[], float] = random.random
     now: Callable[[], float] = time.time
 
-    def wants(self, status_code: int, headers: Mapping[str, str]) -> bool:
-        """`x-should-retry` decides first; else the status."""
-        decided = headers.get("x-should-retry")
-        if decided in ("true", "false"):
-            return decided == "true"
-        return is_retryable_status(status_code)
+    def asked_s(self, headers: Mapping[str, str] | None) -> float | None:
+        """The wait a server asks for, a minute at most; None: it asks for none."""
+        asked = parse_retry_after_s(headers, now=self.now) if headers else None
+        return obeyed_s(asked)
 
     def delay_s(self, num_retries: int, headers: Mapping[str, str] | None = None) -> float:
-        """Before the next quick try. A server's wish counts when it is at most a minute."""
-        asked = parse_retry_after_s(headers, now=self.now) if headers else None
-        if asked is not None and 0 < asked <= _MAX_SERVER_DELAY_S:
+        """Before the next quick try: as the server asks, else longer each time."""
+        if (asked := self.asked_s(headers)) is not None:
             return asked
         delay = min(self.delay_base_s * 2.0 ** min(num_retries, 30), self.delay_max_s)
         return delay * (1 - self.jitter * self.uniform())
 
-    def round_delay_s(self, num_rounds: int, elapsed_s: float) -> float | None:
-        """Before the next round; the last is cut to the end of the window. None: it is over."""
-        left = self.window_s - elapsed_s
-        if left <= 0:
-            return None
-        return min(2.0 ** min(num_rounds, 30), self.round_delay_max_s, left)
+    def round_delay_s(self, num_rounds: int) -> float:
+        """Before the next round."""
+        return min(2.0 ** min(num_rounds, 30), self.round_delay_max_s)
 
 
 class CallRetry:
@@ -88,7 +95,8 @@ class CallRetry:
 
     A 402 is a pause while there is patience for it, a status or a lost connection that may pass by
     itself a quick try; when those are used up, the call rests and begins another round, until its
-    window ends. `waits_itself`: 402 and 429 are given back at once, for samples wait at their gate.
+    window ends. `max_retries` ends all of it earlier. `waits_itself`: 402 and 429 are given back at
+    once, for samples wait at their gate.
     """
 
     def __init__(
@@ -97,35 +105,48 @@ class CallRetry:
         billing: BillingPause,
         *,
         max_retries: int | None = None,
+        quick_retries: int | None = None,
         window: bool = True,
         waits_itself: bool = False,
     ) -> None:
         self._policy = policy
         self._billing = billing
         self._most = policy.max_retries if max_retries is None else max_retries
+        self._quick = policy.quick_retries if quick_retries is None else quick_retries
         self._window = window
         self._waits_itself = waits_itself
         self._started = loop_time()
-        self._num_rounds = 0
+        self._num_rounds = self._num_retries = 0
         self.attempt = 0
         """Tries before this one, in its round."""
 
     def delay_s(
-        self, status_code: int | None, headers: Mapping[str, str] | None = None
+        self, error: APIStatusError | APIConnectionError, *, within_s: float = math.inf
     ) -> float | None:
-        """After a try that failed, with a status or without an answer. None: give up."""
-        if status_code in (402, 429) and self._waits_itself:
+        """After a try that failed. None: give up, at the latest `within_s` after the first try.
+
+        The last pause is cut to the end of the window, so that there is a try at its end.
+        """
+        if error.status_code in (402, 429) and self._waits_itself:
             return None
-        if status_code == 402 and self._window:
+        if self._most is not None and self._num_retries >= self._most:
+            return None
+        self._num_retries += 1
+        if error.status_code == 402 and self._window and not is_final(error):
             return self._billing.delay_s()
-        quick = status_code is None or self._policy.wants(status_code, headers or {})
-        if quick and self.attempt < self._most:
+        delay_s = self._next_s(error) if error.retryable else None
+        left_s = min(self._policy.window_s, within_s) - (loop_time() - self._started)
+        return None if delay_s is None or left_s <= 0 else min(delay_s, left_s)
+
+    def _next_s(self, error: APIStatusError | APIConnectionError) -> float | None:
+        headers = error.headers if isinstance(error, APIStatusError) else None
+        if self.attempt < self._quick:
             self.attempt += 1
             return self._policy.delay_s(self.attempt - 1, headers)
-        # By status alone: `x-should-retry: true` asks for quick tries, not for all of the window.
-        if not self._window or not (status_code is None or is_retryable_status(status_code)):
+        # By the table alone: `x-should-retry: true` asks for quick tries, not for all of a window.
+        if not self._window or not is_retryable(error.category, error.status_code):
             return None
-        delay = self._policy.round_delay_s(self._num_rounds, loop_time() - self._started)
+        delay = self._policy.asked_s(headers) or self._policy.round_delay_s(self._num_rounds)
         self._num_rounds, self.attempt = self._num_rounds + 1, 0
         return delay
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import logging
+import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypedDict
+from typing import Any
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 import httpx
@@ -27,15 +28,16 @@ from tinkex.client.background_loop import loop_time
 from tinkex.client.config import LOCAL_KEY, ClientConfig
 from tinkex.client.credentials import TokenProvider
 from tinkex.client.futures import Waiting
-from tinkex.client.http.backends import Backend, choose_backend, make_httpx
+from tinkex.client.http.backends import Backend, TlsError, choose_backend, make_httpx
 from tinkex.client.http.breaker import CircuitBreaker
 from tinkex.client.http.call import Call, status_error
-from tinkex.client.http.headers import idempotency_key, standard_headers
-from tinkex.client.http.http1 import Reply
+from tinkex.client.http.headers import idempotency_key, put, standard_headers
+from tinkex.client.http.http1 import NoConnectionError, ProtocolError, Reply
 from tinkex.client.http.limits import RateLimiter
 from tinkex.client.http.retry import BillingPause, CallRetry, Outage, RetryPolicy
 from tinkex.errors import (
     APIConnectionError,
+    APIError,
     APIStatusError,
     APITimeoutError,
     BillingError,
@@ -56,16 +58,6 @@ _PLAIN_PATH = re.compile(r"[A-Za-z0-9/:@!$&'()*+,;=._~%\-]*")
 _ARCHIVE_TRIES = 7
 _ARCHIVE_PAUSE_S = 30.0
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
-
-
-class RequestOptions(TypedDict, total=False):
-    """Options of a single low-level request, by the names other SDKs of this family use."""
-
-    headers: Mapping[str, str]
-    max_retries: int
-    timeout: float
-    params: Mapping[str, Any]
-    idempotency_key: str
 
 
 class _Pool:
@@ -124,6 +116,7 @@ class Transport:
         self._retry = retry or RetryPolicy(
             max_retries=config.max_retries, window_s=config.retry_window_s
         )
+        self._has_answered = False
         self.billing = BillingPause()
         """Shared by all calls and polls: the patience is the account's."""
         self._outage = Outage(config.base_url)
@@ -153,28 +146,30 @@ class Transport:
             self._retry,
             self.billing,
             max_retries=call.max_retries,
+            quick_retries=call.quick_retries,
             window=call.window,
             waits_itself=call.waits_itself,
         )
         # The official SDK takes another key in each window retry (contract 1.4). Ours stays, and
         # every repeat is the same request to a server that goes by the key.
-        key = idempotency_key() if call.method != "GET" else None
+        key = call.idempotency_key or (idempotency_key() if call.method != "GET" else None)
         was_refused = False
         while True:
             error: APIStatusError | APIConnectionError
             try:
                 reply = await self.exchange(call, attempt=retry.attempt, key=key)
             except APIConnectionError as exc:
-                error, delay_s = exc, retry.delay_s(None)
+                error = exc
             else:
                 if reply.ok:
                     if was_refused:
                         self._refusals.over()
                     return reply
-                error, delay_s = (
-                    status_error(call, reply, has_key=self.config.api_key != LOCAL_KEY),
-                    retry.delay_s(reply.status, reply.headers),
-                )
+                error = status_error(call, reply, has_key=self.config.api_key != LOCAL_KEY)
+            # A server that nobody has seen yet may be starting, or not be there at all.
+            is_unseen = not self._has_answered and _found_nobody(error)
+            within_s = self.config.startup_window_s if is_unseen else math.inf
+            delay_s = retry.delay_s(error, within_s=within_s)
             if delay_s is None:
                 raise error
             if isinstance(error, APIStatusError) and not isinstance(error, BillingError):
@@ -227,6 +222,7 @@ class Transport:
                         )
                         if follow and reply.status in _REDIRECTS:
                             reply = await self._follow(pool, call, url, reply, headers, timeout_s)
+                        self._has_answered = True
                         pool.refuse_torn(reply)
                         tried.has_answer = reply.status < 500
                     break
@@ -271,9 +267,11 @@ class Transport:
 
     async def archive(self, call: Call) -> Reply:
         """A redirect answer turned into `{"url", "expires"}` instead of being followed."""
-        for _ in range(_ARCHIVE_TRIES):
+        asked = self.config.max_retries if call.max_retries is None else call.max_retries
+        most = _ARCHIVE_TRIES if asked is None else asked + 1
+        for number in range(1, most + 1):
             reply = await self.exchange(call, follow=False)
-            if reply.status != 503:
+            if reply.status != 503 or number == most:
                 break
             await asyncio.sleep(_ARCHIVE_PAUSE_S)  # the server is still building it
         if reply.status in _REDIRECTS:
@@ -287,7 +285,8 @@ class Transport:
     @asynccontextmanager
     async def stream(self, call: Call) -> AsyncIterator[AsyncIterator[str]]:
         """The lines of a server-sent-event answer."""
-        headers = await self._headers(call, 0, idempotency_key(), self.config.timeout_s)
+        timeout_s = call.timeout_s or self.config.timeout_s
+        headers = await self._headers(call, 0, None, timeout_s)
         headers["Accept"] = "text/event-stream"
         content = None if call.body is None else call.body.content
         name = f"{call.method} {call.path}"
@@ -295,7 +294,11 @@ class Transport:
             async with (
                 make_httpx(self.config) as client,
                 client.stream(
-                    call.method, self._url(call), headers=headers, content=content
+                    call.method,
+                    self._url(call),
+                    headers=headers,
+                    content=content,
+                    timeout=timeout_s,
                 ) as answer,
             ):
                 if answer.status_code >= 400:
@@ -312,7 +315,9 @@ class Transport:
     def _pool(self, name: str) -> _Pool:
         pool = self._pools.get(name)
         if pool is None:
-            pool = self._pools[name] = _Pool(lambda: self._make_backend(self.config))
+            most = self.config.pool_connections.get(name, self.config.max_connections)
+            config = self.config.replace(max_connections=most)
+            pool = self._pools[name] = _Pool(lambda: self._make_backend(config))
         return pool
 
     def _url(self, call: Call) -> str:
@@ -325,17 +330,20 @@ class Transport:
         self, call: Call, attempt: int, key: str | None, timeout_s: float
     ) -> dict[str, str]:
         headers = dict(self._standard)
+        key = key or call.idempotency_key
         if call.method != "GET":
             headers["Content-Type"] = JSON if call.body is None else call.body.content_type
-            headers["X-Idempotency-Key"] = key or idempotency_key()
+            key = key or idempotency_key()
+        if key is not None:
+            headers["X-Idempotency-Key"] = key
         headers["X-API-Key"] = await self.tokens.token()
         headers["x-stainless-retry-count"] = str(attempt)
         headers["x-stainless-read-timeout"] = f"{timeout_s:g}"
         if call.body is not None and call.body.content_encoding is not None:
             headers["Content-Encoding"] = call.body.content_encoding
-        if call.headers:
-            headers.update(call.headers)
-        headers.update(self.config.headers)
+        put(headers, call.headers or {})
+        put(headers, self.config.headers)
+        put(headers, call.own_headers or {})
         return headers
 
     def _note_deprecation(self, reply: Reply) -> None:
@@ -378,6 +386,8 @@ class _Try:
             raise APITimeoutError(
                 f"{base_url} did not answer {name} within {self._timeout_s:g} s.", name
             ) from exc
+        if isinstance(exc, TlsError):
+            raise APIConnectionError(f"{exc}", name, category="user") from exc
         if isinstance(exc, OSError):
             error = APIConnectionError(
                 f"No connection to {base_url} for {name}: {exc}. Check that a server "
@@ -386,6 +396,14 @@ class _Try:
             )
             self._transport._outage.failed(error)
             raise error from exc
+
+
+def _found_nobody(error: APIError) -> bool:
+    """Whether no connection could be made, as opposed to one that broke."""
+    cause = error.__cause__
+    if isinstance(cause, ProtocolError):
+        return isinstance(cause, NoConnectionError)
+    return isinstance(cause, OSError) and not isinstance(cause, TimeoutError)
 
 
 def _redirected(url: str, target: str) -> tuple[str, tuple[str, str]]:

@@ -134,14 +134,14 @@ async def _ask(client: WatchedRun, waiting: Waiting) -> RunHealth:
     holder = client.holder
     request = types.GetInfoRequest(model_id=client.model_id)
     await holder.post(
-        "get_info", request, types.GetInfoResponse, window=False, max_retries=0, waiting=waiting
+        "get_info", request, types.GetInfoResponse, window=False, quick_retries=0, waiting=waiting
     )
     # A run that is loaded can still be corrupted, which get_info does not say (contract 2.3).
     call = Call.to(
         "get_training_run",
         ids={"run_id": client.model_id},
         query={"access_scope": "owned"},
-        max_retries=0,
+        quick_retries=0,
         window=False,
     )
     reply = await holder.transport.call(call)
@@ -153,7 +153,7 @@ async def _ask(client: WatchedRun, waiting: Waiting) -> RunHealth:
 
 def check_service(holder: Holder, timeout_s: float = 10.0) -> RunHealth:
     """Ask a server once whether it is there; `ok` or `unreachable`."""
-    call = Call.to("get_server_capabilities", max_retries=0, window=False)
+    call = Call.to("get_server_capabilities", quick_retries=0, window=False)
     answer = holder.spawn(lambda waiting: holder.transport.call(call))
     try:
         answer.result(timeout_s)

@@ -7,7 +7,7 @@ endpoint, sent and parsed is said here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
@@ -15,8 +15,13 @@ from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture, Waiting
 from tinkex.client.http.call import Call
 from tinkex.client.http.headers import CONTRACT_VERSION
+from tinkex.client.http.options import Options
 from tinkex.client.session.holder import Holder, parse, shared_holder
+from tinkex.errors import InvalidInputError
 from tinkex.wire.endpoints import ENDPOINTS
+
+if TYPE_CHECKING:
+    from tinkex.client.session.telemetry import Reporter
 
 
 class Caller:
@@ -52,10 +57,11 @@ class Caller:
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         pool: str = "train",
+        options: Options = None,
         **ids: str,
     ) -> Call:
         """A row's call, by default of the row with the method's name; `ids` fill its path."""
-        return Call.to(
+        call = Call.to(
             row or method,
             request,
             ids=ids,
@@ -63,6 +69,7 @@ class Caller:
             query=query,
             headers={**_sdk_headers(method), **(headers or {})},
         )
+        return call.having(options)
 
     def _send(self, call: Call, answer: Any = None) -> APIFuture[Any]:
         async def send(waiting: Waiting) -> Any:
@@ -71,7 +78,8 @@ class Caller:
 
         return self.holder.spawn(send)
 
-    def get_telemetry(self) -> Any:
+    def get_telemetry(self) -> Reporter | None:
+        """The reporter that tells the server of errors; None where telemetry is off."""
         return self.holder.reporter
 
     def __repr__(self) -> str:
@@ -80,3 +88,10 @@ class Caller:
 
 def _sdk_headers(method: str) -> dict[str, str]:
     return {"x-sdk-version": CONTRACT_VERSION, "x-sdk-method": method}
+
+
+def segment(value: str, name: str) -> str:
+    """An id that may stand in a URL path as it is."""
+    if not isinstance(value, str) or not value or any(c in value for c in "/?#% \n"):
+        raise InvalidInputError(f"expected an id, got {value!r}", path=name)
+    return value

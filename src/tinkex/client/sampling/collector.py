@@ -37,13 +37,12 @@ from tinkex.errors import (
     TinkerError,
 )
 from tinkex.types.service.futures import FuturesRetrieveRequest, SamplingSessionFuturesTarget
-from tinkex.types.service.request_error import is_retryable_status
 from tinkex.wire import Body, frames, requests
 
 logger = logging.getLogger("tinkex.sampling")
 
 _RETRY_S = 1.0
-_FIRST_POLL_S = 2.0
+_FIRST_POLL_S = 0.25
 """A poll is held until something is ready, for half a minute at most. The first one for a sample
 ends sooner where the server then says what it waits for, so that `status()` knows."""
 OnWaiting = Callable[[str | None, str | None], None]
@@ -178,13 +177,13 @@ class Collector:
             inline_results=self._inline or None,
         )
         return Call.to(
-            "retrieve_futures", request, pool="poller", timeout_s=POLL_TIMEOUT_S, max_retries=0
+            "retrieve_futures", request, pool="poller", timeout_s=POLL_TIMEOUT_S, quick_retries=0
         )
 
     async def _refused(self, reply: Reply) -> None:
-        pause_s = self._retry.delay_s(reply.status)
-        if pause_s is None and not is_retryable_status(reply.status):
-            raise status_error(self._call([]), reply)
+        pause_s, error = self._retry.delay_s(reply), status_error(self._call([]), reply)
+        if pause_s is None and not error.retryable:
+            raise error
         # `PollRetry` has no pause for a 5xx, and nothing here slows quick answers down.
         await asyncio.sleep(max(pause_s or 0.0, _RETRY_S))
 
@@ -289,7 +288,7 @@ class BatchSubmitter:
             requests.join_samples(bodies),
             pool="sample",
             headers={"X-Tinker-Sampling-Backpressure": "1"},
-            max_retries=0,
+            quick_retries=0,
             waits_itself=True,
         )
         reply = await self._post(call)

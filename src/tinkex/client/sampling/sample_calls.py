@@ -8,6 +8,7 @@ all. A retry is a new request with a new number, because the server may have los
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import threading
 import time
@@ -16,6 +17,8 @@ from typing import Any
 from tinkex import events, types
 from tinkex.client.futures import Waiting
 from tinkex.client.http.call import Call
+from tinkex.client.http.options import Options
+from tinkex.client.http.retry import is_final
 from tinkex.client.sampling.collector import BatchSubmitter, Collector, FinishedSample
 from tinkex.client.sampling.sample_requests import check_answer, check_supported
 from tinkex.client.sampling.sample_retry import RetryConfig, SampleRetry
@@ -70,13 +73,16 @@ class SampleCalls:
         self._facts: dict[str, Any] = {}
         self._snapshot: types.WeightsSnapshot | None = None
 
-    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
+    def on_queue_state_change(
+        self, queue_state: types.QueueState, queue_state_reason: str | None
+    ) -> None:
         """Called when the reason of waiting changes; override to react to it."""
 
-    async def _stream_call(self, request: types.SampleRequest) -> Call:
+    async def _stream_call(self, request: types.SampleRequest, options: Options) -> Call:
         """The call of a streamed sample, with a number of its own."""
         await self._prepare(request)
-        return Call.to("sample_stream", self._numbered(request), pool="sample")
+        call = Call.to("sample_stream", self._numbered(request), pool="sample")
+        return call.having(options)
 
     def _stamped(
         self, answer: types.SampleResponse, said: Any, sequence_ids: list[str] | None = None
@@ -108,16 +114,20 @@ class SampleCalls:
     # -- one sample
 
     async def _sample(
-        self, request: types.SampleRequest, waiting: Waiting, retries: bool
+        self, request: types.SampleRequest, waiting: Waiting, retries: bool, options: Options
     ) -> types.SampleResponse:
         await self._prepare(request)
         with events.span(
             "sampling", model_id=self.sampling_session_id, num_samples=request.num_samples
         ):
             if not retries:
-                return await self._attempt(request, waiting)
+                return await self._attempt(request, waiting, options)
             assert self._retry is not None
-            return await self._retry.execute(lambda: self._attempt(request, waiting))
+            most = options.get("max_retries") if options else None
+            numbers = itertools.count()
+            return await self._retry.execute(
+                lambda: self._attempt(request, waiting, options, next(numbers)), most
+            )
 
     async def _prepare(self, request: types.SampleRequest) -> None:
         """Refuse what this server would ignore, and have what the first sample needs."""
@@ -133,6 +143,7 @@ class SampleCalls:
             self._retry_config,
             max_in_flight=cap,
             stuck_detection=flags.sample_enable_stuck_detection,
+            max_retries=self.holder.config.max_retries,
         )
         if flags.tinkex_sample_batch:
             self._batch = BatchSubmitter(self.holder.transport.call, self.holder.calls.begin)
@@ -157,20 +168,24 @@ class SampleCalls:
         return answer.client_counter
 
     def _numbered(self, request: types.SampleRequest) -> types.SampleRequest:
-        """The request with the next number of this clone."""
+        """The request with the next number of this clone.
+
+        In place, since it is encoded at once: copies were a tenth of a sample's cost.
+        """
         assert self._clone_id is not None
         with self._lock:
             number = self._num_submitted
             self._num_submitted += 1
-        return request.replaced(seq_id=self._clone_id * CLONE_STRIDE + number)
+        request.refill(seq_id=self._clone_id * CLONE_STRIDE + number)
+        return request
 
     async def _attempt(
-        self, request: types.SampleRequest, waiting: Waiting
+        self, request: types.SampleRequest, waiting: Waiting, options: Options, number: int = 0
     ) -> types.SampleResponse:
         """Submit a sample and wait for its result. A retry is a new submission."""
         started = time.monotonic()
         waiting.state = "submitting"
-        promise = await self._submit(request, waiting)
+        promise = await self._submit(request, waiting, options, number)
         request_id = promise["request_id"]
         waiting.request_id, waiting.state = request_id, "submitted"
         try:
@@ -186,41 +201,53 @@ class SampleCalls:
         if self._collector is not None:
             self._collector.acknowledge(request_id)
 
-    async def _submit(self, request: types.SampleRequest, waiting: Waiting) -> dict[str, Any]:
+    async def _submit(
+        self, request: types.SampleRequest, waiting: Waiting, options: Options, number: int
+    ) -> dict[str, Any]:
         """Post with one number until it is taken; 429 is a wait, not an error (6.2)."""
         gate = self.holder.budgets.samples
         size_bytes = model_input_size(request.prompt, bytes_per_token=10)
         body = requests.encode("asample", self._numbered(request), self.holder.flags.generation)
+        most = (options or {}).get("max_retries", self.holder.config.max_retries)
+        num_refused = 0
         while True:
             await gate.limiter.wait()
             async with gate.admit(size_bytes):
                 if gate.limiter.delay_s > 0:
                     continue  # held back while it waited for its slot
                 try:
-                    return await self._post(body, waiting)
+                    return await self._post(body, waiting, options, number)
                 except RateLimitError as exc:
+                    num_refused += 1
+                    if not exc.retryable or (most is not None and num_refused > most):
+                        raise
                     asked_ms = exc.retry_after_ms
                     gate.hold_back(size_bytes, asked_ms and asked_ms / 1000)
                     waiting.reason = "held back: the server is busy (429)"
-                except BillingError:
-                    pause = self.holder.transport.billing.delay_s()
-                    if pause is None:
+                except BillingError as exc:
+                    num_refused += 1
+                    pause = None if is_final(exc) else self.holder.transport.billing.delay_s()
+                    if pause is None or (most is not None and num_refused > most):
                         raise
                     gate.limiter.hold(pause)
                     waiting.reason = "paused: billing"
 
-    async def _post(self, body: Body, waiting: Waiting) -> dict[str, Any]:
-        if self._batch is not None:
+    async def _post(
+        self, body: Body, waiting: Waiting, options: Options, number: int
+    ) -> dict[str, Any]:
+        if self._batch is not None and not options:  # which are those of one sample
             return _accepted(await self._batch.submit(body))
         call = Call.to(
             "asample",
             body,
             pool="sample",
             headers={"X-Tinker-Sampling-Backpressure": "1"},
-            max_retries=0,
+            quick_retries=0,
             waits_itself=True,
         )
-        reply = await self.holder.transport.call(call, waiting)
+        # A sample that is made anew is another request: by the same key a server would answer
+        # with the promise that was lost.
+        reply = await self.holder.transport.call(call.having(options, number), waiting)
         promise = reply.json()
         if not isinstance(promise, dict) or not isinstance(promise.get("request_id"), str):
             raise APIResponseValidationError("asample answered without a request_id.")
@@ -235,6 +262,7 @@ class SampleCalls:
 
         def still_waiting(state: str | None, reason: str | None) -> None:
             waiting.hear(state, reason)
+            waiting.num_polls += 1
             self._watch.saw(request_id, state, reason)
 
         done = await collector.wait(request_id, still_waiting)

@@ -34,7 +34,7 @@ def _names(declared: type) -> tuple[str, ...]:
 
 
 _DRAW, _OPTIONS = _names(DrawSettings), _names(SampleOptions)
-_draw_of = attrgetter(*_DRAW)
+_draw_of, _options_of = attrgetter(*_DRAW), attrgetter(*_OPTIONS)
 
 
 # Thousands of samples are alike, so verdicts are kept. Typed: 1 is not True.
@@ -79,9 +79,11 @@ def sample_request(
         )
     _check(_check_draw, _draw_of(sampling_params))
     read_stop(sampling_params.stop, "sampling_params.stop")
-    options["num_samples"] = num_samples
-    _check(_check_options, [options.get(name) for name in _OPTIONS])
-    return types.SampleRequest.unchecked(prompt=prompt, sampling_params=sampling_params, **options)
+    request = types.SampleRequest.unchecked(
+        prompt=prompt, sampling_params=sampling_params, num_samples=num_samples, **options
+    )
+    _check(_check_options, _options_of(request))
+    return request
 
 
 def check_supported(request: types.SampleRequest, flags: ServerFlags) -> None:

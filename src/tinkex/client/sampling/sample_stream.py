@@ -17,6 +17,7 @@ import orjson
 
 from tinkex import events, types
 from tinkex.client.futures import APIFuture, Waiting
+from tinkex.client.http.options import Options, check_options
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -43,7 +44,12 @@ _END = object()
 class SampleStream:
     """Iterate with `for` or `async for`, once. `.result` is the whole answer afterwards."""
 
-    def __init__(self, client: SamplingClient, request: types.SampleRequest) -> None:
+    def __init__(
+        self, client: SamplingClient, request: types.SampleRequest, options: Options = None
+    ) -> None:
+        if options:
+            check_options(options)
+        self._options = options
         self._client = client
         self._request = request
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -100,7 +106,7 @@ class SampleStream:
             raise NotSupportedError(
                 "this server cannot stream; use sample(), which returns all tokens at once"
             )
-        call = await self._client._stream_call(self._request)
+        call = await self._client._stream_call(self._request, self._options)
         async with holder.transport.stream(call) as lines:
             kind = ""
             async for line in lines:

@@ -18,6 +18,7 @@ from tinkex import types
 from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.call import Call
+from tinkex.client.http.options import Options, check_options
 from tinkex.client.older_sdk import BaseModelName, DirectFuture
 from tinkex.client.sampling.sample_calls import SampleCalls
 from tinkex.client.sampling.sample_requests import sample_request, target_tensor
@@ -33,6 +34,8 @@ from tinkex.types.account.checkpoints import is_tinker_path
 
 if TYPE_CHECKING:
     from tinkex.client.sampling.sample_stream import SampleStream
+    from tinkex.client.session.telemetry import Reporter
+    from tinkex.client.tokenizers import Tokenizer
 
 _SECRET_HEADER = re.compile("auth|cookie|key|secret|token", re.IGNORECASE)
 
@@ -49,6 +52,7 @@ class SamplingClient(SampleCalls):
         sampling_session_id: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
+        options: Options = None,
     ) -> APIFuture[SamplingClient]:
         """Open a sampling session for a checkpoint or a base model, or use an existing one."""
         if model_path is not None and not is_tinker_path(model_path):
@@ -72,7 +76,12 @@ class SamplingClient(SampleCalls):
                 )
                 kind = types.CreateSamplingSessionResponse
                 answer = await holder.post(
-                    "create_sampling_session", request, kind, pool="session", window=False
+                    "create_sampling_session",
+                    request,
+                    kind,
+                    pool="session",
+                    window=False,
+                    options=options,
                 )
                 session = answer.sampling_session_id
             return SamplingClient(
@@ -101,6 +110,7 @@ class SamplingClient(SampleCalls):
         prompt_logprobs_last_n: int | None = None,
         *,
         routed_experts: bool = False,
+        options: Options = None,
     ) -> APIFuture[types.SampleResponse]:
         """Draw `num_samples` continuations of a prompt. Returns at once.
 
@@ -123,12 +133,18 @@ class SamplingClient(SampleCalls):
             routed_experts=routed_experts or None,
         )
         retries = not self.holder.flags.sample_no_retries
-        return self.holder.spawn(lambda waiting: self._sample(request, waiting, retries))
+        if options:
+            check_options(options)
+        return self.holder.spawn(lambda waiting: self._sample(request, waiting, retries, options))
 
     sample_async = awaited(sample)
 
     def compute_logprobs(
-        self, prompt: types.ModelInput, prompt_logprobs_last_n: int | None = None
+        self,
+        prompt: types.ModelInput,
+        prompt_logprobs_last_n: int | None = None,
+        *,
+        options: Options = None,
     ) -> APIFuture[list[float | None]]:
         """The logprob of each prompt token given those before it; None for the first."""
         request = sample_request(
@@ -141,8 +157,11 @@ class SamplingClient(SampleCalls):
             record_stability_info=self._record_stability_info,
         )
 
+        if options:
+            check_options(options)
+
         async def score(waiting: Waiting) -> list[float | None]:
-            answer = await self._sample(request, waiting, retries=True)
+            answer = await self._sample(request, waiting, True, options)
             if answer.prompt_logprobs is None:
                 raise APIResponseValidationError("The server sent no prompt logprobs.")
             return answer.prompt_logprobs
@@ -156,6 +175,8 @@ class SamplingClient(SampleCalls):
         prompt: types.ModelInput,
         sampling_params: types.SamplingParams,
         num_samples: int = 1,
+        *,
+        options: Options = None,
     ) -> SampleStream:
         """Tokens while they are generated: iterate with `for` or `async for`.
 
@@ -172,45 +193,50 @@ class SamplingClient(SampleCalls):
             prompt_logprobs=False,
             record_stability_info=False,
         )
-        return SampleStream(self, request)
+        return SampleStream(self, request, options)
 
     # -- asking
 
-    def get_base_model(self) -> BaseModelName:
+    def get_base_model(self, *, options: Options = None) -> BaseModelName:
         """The base model under the sampled weights: a text that can also be awaited.
 
         Waits, the first time. A future could not stand for a text wherever one is wanted.
         """
-        return BaseModelName(self._base_model().result())
+        return BaseModelName(self._base_model(options).result())
 
-    async def get_base_model_async(self) -> str:
+    async def get_base_model_async(self, *, options: Options = None) -> str:
         """Like `get_base_model`, without blocking the event loop."""
-        return await self._base_model()
+        return await self._base_model(options)
 
-    def _base_model(self) -> APIFuture[str]:
+    def _base_model(self, options: Options) -> APIFuture[str]:
         async def ask(waiting: Waiting) -> str:
             if self._base_model_name is None:
                 call = Call.to("get_sampler", ids={"sampler_id": self.sampling_session_id})
-                info = await self.holder.ask(call, types.GetSamplerResponse, waiting)
+                info = await self.holder.ask(
+                    call.having(options), types.GetSamplerResponse, waiting
+                )
                 self._base_model_name = info.base_model
             return self._base_model_name
 
         return self.holder.spawn(ask)
 
-    def get_tokenizer(self) -> DirectFuture[Any]:
+    def get_tokenizer(self, *, options: Options = None) -> DirectFuture[Tokenizer]:
         """The tokenizer of the base model; the first call may download it."""
         from tinkex.client.tokenizers import load_tokenizer
 
-        asked = self._base_model()
+        asked = self._base_model(options)
 
-        async def load(waiting: Waiting) -> Any:
-            return await asyncio.to_thread(load_tokenizer, await asked)
+        mirrors = self.holder.config.tokenizer_mirrors
+
+        async def load(waiting: Waiting) -> Tokenizer:
+            return await asyncio.to_thread(load_tokenizer, await asked, mirrors=mirrors)
 
         return DirectFuture.of(spawn(load), "get_tokenizer")
 
     get_tokenizer_async = awaited(get_tokenizer)
 
-    def get_telemetry(self) -> Any:
+    def get_telemetry(self) -> Reporter | None:
+        """The reporter that tells the server of errors; None where telemetry is off."""
         return self.holder.reporter
 
     def __repr__(self) -> str:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from tinkex.client.validation import check_tinker_path
+from tinkex.contract.cost import Cost
 from tinkex.errors import (
     APIConnectionError,
     APIStatusError,
@@ -135,7 +136,7 @@ def _download_files(
             f"only, got {tinker_path!r}. Save the state with save_state and download that.",
             path="tinker_path",
         )
-    trainer = service.create_training_client_from_state(tinker_path)
+    trainer = service.create_training_client_from_state(tinker_path).result()
     export = trainer.save_weights_external("download", ttl_seconds=_EXPORT_TTL_S).result()
     try:
         _fetch_external(service, export.path, target, on_progress)
@@ -262,9 +263,9 @@ def extract_archive(archive: Path, folder: Path, *, max_bytes: int | None = None
             comes twice, or the archive is too large or damaged. Nothing of it should be used then.
     """
     most = _MAX_RATIO * archive.stat().st_size if max_bytes is None else max_bytes
-    limits = tar.TarLimits(max_members=_MAX_FILES, max_bytes=most)
+    limit = Cost(files=_MAX_FILES, sent_bytes=most, depth=tar.MAX_DEPTH)
     with archive.open("rb") as stream:
-        return tar.extract(tar.members(tar.unpacked(stream), limits), folder, limits)
+        return tar.extract(tar.members(tar.unpacked(stream), limit), folder, limit)
 
 
 # ------------------------------------------------------------------------------------------- hub

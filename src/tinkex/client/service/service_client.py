@@ -10,30 +10,43 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
 from tinkex import types
 from tinkex.client import validation
-from tinkex.client.config import ClientConfig
+from tinkex.client.config import LOCAL, ClientConfig
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.call import Call
+from tinkex.client.http.options import Options
 from tinkex.client.older_sdk import DirectFuture
 from tinkex.client.rest.rest_client import RestClient, RestClientFuture
 from tinkex.client.sampling.sample_retry import RetryConfig
 from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
+from tinkex.client.service.estimate_calls import EstimateCalls
 from tinkex.client.session.holder import Holder
+from tinkex.client.spelling import nearest
 from tinkex.client.training import custom_calls
-from tinkex.client.training.creation import create_from_state, create_model
+from tinkex.client.training.creation import (
+    continue_run,
+    create_from_state,
+    create_model,
+    with_name,
+)
+from tinkex.client.training.loss_tracing import LossHandle
 from tinkex.client.training.training_client import TrainingClient, TrainingClientFuture
 from tinkex.client.twins import awaited, threaded
 from tinkex.errors import ConfigError, InvalidInputError, NotSupportedError
 from tinkex.types.account.console_urls import session_url
 
+if TYPE_CHECKING:
+    from tinkex.client.session.telemetry import Reporter
+
 FinishStatus = Literal["success", "errored", "interrupted"]
 
 
-class ServiceClient:
+class ServiceClient(EstimateCalls):
     """A service to train and sample on.
 
     Without `base_url`: `TINKER_BASE_URL`, else the hosted service when a key is set, else a server
@@ -51,25 +64,47 @@ class ServiceClient:
         model: str | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
+        timeout: float | None = None,
+        max_retries: int | None = None,
+        default_headers: Mapping[str, str] | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
         config: ClientConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        if kwargs:
-            warnings.warn(
-                f"ServiceClient ignores {', '.join(sorted(kwargs))}; use config=ClientConfig(...).",
-                FutureWarning,
-                stacklevel=2,
+        """Touches no network. `kwargs` are further fields of `ClientConfig`.
+
+        Args:
+            user_metadata: Texts by name, kept with the session.
+            project_id: The project of the session; `TINKER_PROJECT_ID` when left out.
+            display_name: The name of the session in listings.
+            model: The base model of calls that name none.
+            base_url: Root of the service, or "local".
+            api_key: The credential; `TINKER_API_KEY` when left out.
+            timeout: Longest wait for one HTTP answer, in seconds (`timeout_s` of the config).
+            max_retries: Most tries of a call after its first; 0 fails at once.
+            default_headers: Sent with every request; they win over ours.
+            default_headers_overrides: The same, by the official SDK's name.
+            config: All settings at once; nothing else may be given beside it.
+        """
+        headers = {**(default_headers or {}), **(default_headers_overrides or {})}
+        given = {
+            "base_url": base_url,
+            "api_key": api_key,
+            "user_metadata": user_metadata,
+            "project_id": project_id,
+            "display_name": display_name,
+            "model": model,
+            "timeout_s": timeout,
+            "max_retries": max_retries,
+            "headers": headers or None,
+            **_known(kwargs),
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        if config is not None and given:
+            raise ConfigError(
+                f"Give {', '.join(given)} in the config, or no config: config.replace(...)."
             )
-        self.config = config or ClientConfig.from_env(
-            base_url=base_url,
-            api_key=api_key,
-            user_metadata=user_metadata,
-            project_id=project_id,
-            display_name=display_name,
-            model=model,
-            headers=dict(default_headers_overrides or {}),
-        )
+        self.config = config or ClientConfig.from_env(**given)
         self.config.set_up_logging()
         self._lock = threading.Lock()
         self._holder: Holder | None = None
@@ -90,7 +125,7 @@ class ServiceClient:
 
     # -- the service
 
-    def openai_options(self) -> dict[str, str]:
+    def openai_options(self, *, options: Options = None) -> dict[str, str]:
         """Arguments for an OpenAI client of this server: `OpenAI(**service.openai_options())`.
 
         Waits until the server answers; the embedded one is started.
@@ -99,7 +134,7 @@ class ServiceClient:
             NotSupportedError: The key comes from a credential command, whose tokens end; give the
                 client a key of its own.
         """
-        self.get_server_capabilities().result()
+        self.get_server_capabilities(options=options).result()
         config = self._sessionless().config
         if config.api_key is None:
             raise NotSupportedError(
@@ -111,23 +146,38 @@ class ServiceClient:
 
     openai_options_async = threaded(openai_options)
 
-    def get_server_capabilities(self) -> DirectFuture[types.GetServerCapabilitiesResponse]:
+    def get_server_address(self, *, options: Options = None) -> str:
+        """The `base_url` that brings another program to this server: `local` for the private one.
+
+        Waits until the server answers; the embedded one is started.
+        """
+        self.get_server_capabilities(options=options).result()
+        return self._sessionless().address
+
+    get_server_address_async = threaded(get_server_address)
+
+    def get_server_capabilities(
+        self, *, options: Options = None
+    ) -> DirectFuture[types.GetServerCapabilitiesResponse]:
         """Which models the server offers."""
         holder = self._sessionless()
-        call = Call.to("get_server_capabilities")
+        call = Call.to("get_server_capabilities").having(options)
         kind = types.GetServerCapabilitiesResponse
         future = holder.spawn(lambda waiting: holder.ask(call, kind, waiting))
         return DirectFuture.of(future, "get_server_capabilities", kind)
 
     get_server_capabilities_async = awaited(get_server_capabilities)
 
-    def trajectories(self, trajectory_id: str) -> DirectFuture[types.Trajectory]:
+    def trajectories(
+        self, trajectory_id: str, *, options: Options = None
+    ) -> DirectFuture[types.Trajectory]:
         """The conversations recorded under an id by the OpenAI and Anthropic endpoints.
 
         They come back as exact tokens: `result.to_datums(reward)` is ready to train on.
         """
         holder = self._sessionless()
-        call = Call.to("get_trajectory", ids={"trajectory_id": quote(trajectory_id, safe="")})
+        ids = {"trajectory_id": quote(trajectory_id, safe="")}
+        call = Call.to("get_trajectory", ids=ids).having(options)
         future = holder.spawn(lambda waiting: holder.ask(call, types.Trajectory, waiting))
         return DirectFuture.of(future, "trajectories", types.Trajectory)
 
@@ -154,8 +204,15 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
         optimizer: Any = None,
+        *,
+        name: str | None = None,
+        options: Options = None,
     ) -> TrainingClientFuture:
-        """A fresh LoRA adapter on a base model, by default that of the ServiceClient."""
+        """A fresh LoRA adapter on a base model, by default that of the ServiceClient.
+
+        `name` is what the run is called in lists, in the console and by commands; it travels as
+        `user_metadata["name"]`.
+        """
         base_model = self.config.model if base_model is None else base_model
         if not base_model or not isinstance(base_model, str):
             raise InvalidInputError(
@@ -178,10 +235,10 @@ class ServiceClient:
             train_mlp=train_mlp,
             train_attn=train_attn,
         )
-        holder = self.holder
+        holder, metadata = self.holder, with_name(user_metadata, name)
         future = holder.spawn(
             lambda waiting: create_model(
-                holder, base_model, lora, user_metadata, optimizer, waiting
+                holder, base_model, lora, metadata, optimizer, waiting, options
             )
         )
         return TrainingClientFuture.of(future, "create_lora_training_client", TrainingClient)
@@ -195,15 +252,19 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
         optimizer: Any = None,
+        *,
+        name: str | None = None,
+        options: Options = None,
     ) -> TrainingClientFuture:
         """Train on from a checkpoint's weights; the optimizer starts afresh."""
         return self._from_state(
             "create_training_client_from_state",
             path=path,
             base_model=base_model,
-            user_metadata=user_metadata,
+            user_metadata=with_name(user_metadata, name),
             weights_access_token=weights_access_token,
             optimizer_config=optimizer,
+            options=options,
         )
 
     create_training_client_from_state_async = awaited(create_training_client_from_state)
@@ -214,26 +275,45 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
+        *,
+        name: str | None = None,
+        continues_at: int | None = None,
+        options: Options = None,
     ) -> TrainingClientFuture:
-        """Train on exactly where a checkpoint was saved, optimizer included."""
+        """Train on exactly where a checkpoint was saved, optimizer included.
+
+        With `continues_at`, the number of steps that your loop had made by then, a Tinkex server
+        shows this and the run of the checkpoint as one run with one curve. Without it the new run
+        stands beside the old one.
+        """
         return self._from_state(
             "create_training_client_from_state_with_optimizer",
+            continues_at=continues_at,
             path=path,
             base_model=base_model,
-            user_metadata=user_metadata,
+            user_metadata=with_name(user_metadata, name),
             weights_access_token=weights_access_token,
             optimizer=True,
+            options=options,
         )
 
     create_training_client_from_state_with_optimizer_async = awaited(
         create_training_client_from_state_with_optimizer
     )
 
-    def _from_state(self, name: str, **asked: Any) -> TrainingClientFuture:
+    def _from_state(
+        self, name: str, *, options: Options, continues_at: int | None = None, **asked: Any
+    ) -> TrainingClientFuture:
         validation.check_tinker_path(asked["path"], name="path")
         wanted, holder = types.LoadWeightsRequest(**asked), self.holder
-        future = holder.spawn(lambda waiting: create_from_state(holder, wanted, waiting))
-        return TrainingClientFuture.of(future, name, TrainingClient)
+
+        async def create(waiting: Waiting) -> TrainingClient:
+            made = await create_from_state(holder, wanted, waiting, options)
+            if continues_at is not None:
+                await continue_run(made, wanted.path, continues_at)
+            return made
+
+        return TrainingClientFuture.of(holder.spawn(create), name, TrainingClient)
 
     # -- sampling
 
@@ -243,6 +323,8 @@ class ServiceClient:
         base_model: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
+        *,
+        options: Options = None,
     ) -> SamplingClientFuture:
         """Sample from a saved checkpoint or from a base model, by default the ServiceClient's."""
         if model_path is None and base_model is None:
@@ -253,6 +335,7 @@ class ServiceClient:
             base_model=base_model,
             retry_config=retry_config,
             record_stability_info=record_stability_info,
+            options=options,
         )
         return SamplingClientFuture.of(future, "create_sampling_client", SamplingClient)
 
@@ -261,10 +344,10 @@ class ServiceClient:
     # -- more
 
     def create_custom_loss(
-        self, fn: Callable[..., Any], input_ranks: Mapping[str, int]
-    ) -> APIFuture[Any]:
+        self, fn: Callable[..., Any], input_ranks: Mapping[str, int], *, options: Options = None
+    ) -> APIFuture[LossHandle]:
         """Trace a loss written in torch, once, to be run by the server in one pass."""
-        return custom_calls.create_custom_loss(self.holder, fn, input_ranks)
+        return custom_calls.create_custom_loss(self.holder, fn, input_ranks, options)
 
     create_custom_loss_async = awaited(create_custom_loss)
 
@@ -274,6 +357,7 @@ class ServiceClient:
         *,
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
+        options: Options = None,
     ) -> APIFuture[str]:
         """Copy a checkpoint into this client's project; gives the new path."""
         if self.config.project_id is None:
@@ -285,6 +369,7 @@ class ServiceClient:
             self.config.project_id,
             ttl_seconds=ttl_seconds,
             weights_access_token=weights_access_token,
+            options=options,
         )
 
     copy_weights_async = awaited(copy_weights)
@@ -298,10 +383,17 @@ class ServiceClient:
     create_rest_client_async = awaited(create_rest_client)
 
     def get_console_url(self) -> str:
-        """Where a browser shows this session (or all of them, before the first call)."""
-        return session_url(self._holder.latest.session_id if self._holder else None)
+        """Where a browser shows this session (or all of them, before the first call).
 
-    def get_telemetry(self) -> Any:
+        A private server that was not used yet is started, for it has no address before.
+        """
+        holder = self._holder.latest if self._holder else self._sessionless()
+        if holder.config.base_url == LOCAL:
+            self.get_server_capabilities().result()
+        return session_url(holder.session_id, holder.config.console)
+
+    def get_telemetry(self) -> Reporter | None:
+        """The reporter that tells the server of errors; None where telemetry is off."""
         return self._holder.latest.reporter if self._holder else None
 
     def __repr__(self) -> str:
@@ -347,6 +439,30 @@ class ServiceClient:
             "A ServiceClient belongs to the process that made it. Make a new one there, or pickle "
             "a SamplingClient."
         )
+
+
+_FIELDS = tuple(field.name for field in fields(ClientConfig))
+_ARGUMENTS = ("timeout", "default_headers", "default_headers_overrides", "config", *_FIELDS)
+
+
+def _known(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings that there are. The official SDK lets others pass with a warning.
+
+    Raises:
+        ConfigError: One is misspelt, and would be missed.
+    """
+    unknown = sorted(settings.keys() - set(_FIELDS))
+    for name in unknown:
+        if (near := nearest(name, _ARGUMENTS)) is not None:
+            raise ConfigError(f"ServiceClient has no argument {name!r}. Did you mean {near!r}?")
+    if unknown:
+        warnings.warn(
+            f"ServiceClient ignores {', '.join(unknown)}; its arguments are "
+            f"{', '.join(sorted(_ARGUMENTS))}.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return {name: value for name, value in settings.items() if name in _FIELDS}
 
 
 def _ending(error: BaseException | None) -> tuple[FinishStatus, str | None]:

@@ -42,6 +42,9 @@ from tinkex.wire.endpoints import ENDPOINTS
 from tinkex.wire.local_servers import (
     SERVING,
     is_alive,
+    keeper_of,
+    private_data_folder,
+    private_kind,
     read_record,
     state_folder,
     write_record,
@@ -91,6 +94,8 @@ class LocalServer:
     model: str | None = None
     is_private: bool = True
     """Started by us and ended with its last client; False for a `tinkex serve` that we joined."""
+    has_private_data: bool = True
+    """Its runs are those of the private server: it has that one's data folder."""
 
     def revive(self) -> None:
         """Start the server again where it listened, on its data, unless it answers. Blocks.
@@ -133,28 +138,61 @@ class LocalServer:
 
 
 def join_local_server(
-    env: Mapping[str, str] | None = None, model: str | None = None
+    env: Mapping[str, str] | None = None, model: str | None = None, *, is_private: bool = False
 ) -> LocalServer:
     """Join a server of the user on this machine, starting one when none fits. Blocks.
 
-    A private one that runs already comes first, then a `tinkex serve` without keys that has `model`
-    (None: the default model). `TINKEX_LOCAL_ENGINE=toy` chooses what a new one computes with.
+    A private one that runs already comes first, then a `tinkex serve` that has its data folder,
+    then one without keys that has `model` (None: the default model), unless `is_private` rules that
+    out. `TINKEX_LOCAL_ENGINE=toy` chooses what a new one computes with.
 
     Raises:
-        LocalServerError: The server did not start; the message ends with its last words.
+        LocalServerError: The server did not start; the message ends with its last words. Or another
+            one has its data folder, and does not have the model or wants a key.
     """
     env = dict(os.environ if env is None else env)
     private = _PrivateServer(env, model)
     with private.locked():
         key = private.key()
-        base_url, is_private = private.running(key), True
-        if base_url is None and (base_url := _serving(private.folder, env, model, key)) is not None:
-            is_private = False
+        base_url, keeper, serving = private.running(key), None, None
         if base_url is None:
-            base_url = private.start(private.last_port())
+            keeper = _keeper(env, model, key)
+        if base_url is None and keeper is None and not is_private:
+            serving = _serving(private.folder, env, model, key)
+        base_url = base_url or keeper or serving or private.start(private.last_port())
     with _users_lock:
         _users[base_url] += 1
-    return LocalServer(base_url, key, env, model, is_private)
+    return LocalServer(
+        base_url,
+        key,
+        env,
+        model,
+        is_private=keeper is None and serving is None,
+        has_private_data=serving is None,
+    )
+
+
+def _keeper(env: Mapping[str, str], model: str | None, key: str) -> str | None:
+    """The address of a `tinkex serve` that has the private server's data folder."""
+    record = keeper_of(private_data_folder(env), env)
+    if not record:
+        return None
+    base_url, models = str(record.get("base_url")), record.get("models", ())
+    about = f"your server at {base_url} (`tinkex serve`, process {record.get('pid')})"
+    if record.get("needs_key"):
+        raise LocalServerError(
+            f"The runs of this machine are on {about}, which wants a key: name it with "
+            f"TINKER_BASE_URL={base_url} and give TINKER_API_KEY."
+        )
+    if model is not None and record.get("engine") == "torch" and model not in models:
+        raise LocalServerError(
+            f"The runs of this machine are on {about}, which does not have {model!r}. Start it "
+            f"with --model {model} as well, or with a --data-dir of its own."
+        )
+    if not _answers(base_url, key):
+        return None
+    logger.info("Using %s, which has the runs of this machine.", about)
+    return base_url
 
 
 def _serving(folder: Path, env: Mapping[str, str], model: str | None, key: str) -> str | None:
@@ -180,18 +218,6 @@ def _serving(folder: Path, env: Mapping[str, str], model: str | None, key: str) 
     return None
 
 
-def data_folder(env: Mapping[str, str] | None = None) -> Path:
-    """Where the private server keeps its database and checkpoints."""
-    env = os.environ if env is None else env
-    return state_folder(env) / _kind(env)
-
-
-def _kind(env: Mapping[str, str]) -> str:
-    """The kind of engine, for each has a server: a test's toy is not a notebook's model."""
-    engine = env.get("TINKEX_LOCAL_ENGINE")
-    return f"local-{''.join(c if c.isalnum() else '_' for c in engine)}" if engine else "local"
-
-
 class _PrivateServer:
     """The private server of a user, one for each kind of engine: its files, and how it is started.
 
@@ -204,7 +230,7 @@ class _PrivateServer:
         self.folder = state_folder(env)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._key_file = self.folder / KEY_FILE
-        self._record = self.folder / f"{_kind(env)}.json"
+        self._record = self.folder / f"{private_kind(env)}.json"
         """Says where it listens."""
         self._log = self.folder / "local-server.log"
 
@@ -303,7 +329,12 @@ class _PrivateServer:
     def _command(self, port: int) -> list[str]:
         command = [sys.executable, "-m", "tinkex.server", "--port", str(port)]
         command += ["--until-idle", str(IDLE_S), "--api-key-file", str(self._key_file)]
-        command += ["--parent-pid", str(os.getpid()), "--data-dir", str(data_folder(self._env))]
+        command += [
+            "--parent-pid",
+            str(os.getpid()),
+            "--data-dir",
+            str(private_data_folder(self._env)),
+        ]
         if engine := self._env.get("TINKEX_LOCAL_ENGINE"):
             command += ["--engine", engine]
         if self._model:

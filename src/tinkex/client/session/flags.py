@@ -28,6 +28,8 @@ class ServerFlags(ClientConfigResponse):
     """Sampling parameters beyond those of the Tinker SDK that the server honours, with commas."""
     tinkex_routed_experts: bool = False
     """Samples of a mixture tell the experts of their tokens, and datums may prescribe them."""
+    tinkex_teacher: bool = False
+    """A loss may name a teacher, whose logprobs the server computes beside the pass."""
     old_generation: bool = False
     """The server has no `/client/config`: it speaks JSON as SDK 0.4.1 did."""
 

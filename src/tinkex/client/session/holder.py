@@ -16,7 +16,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -29,6 +29,7 @@ from tinkex.client.http.call import Call
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import Budgets, RateLimiter
+from tinkex.client.http.options import Options
 from tinkex.client.http.transport import Transport
 from tinkex.client.session.flags import DynamicFlags, ServerFlags
 from tinkex.client.session.open_calls import OpenCalls
@@ -44,6 +45,9 @@ from tinkex.errors import (
     TinkerError,
 )
 from tinkex.wire import requests
+
+if TYPE_CHECKING:
+    from tinkex.client.session.telemetry import Reporter
 
 logger = logging.getLogger("tinkex.session")
 T = TypeVar("T")
@@ -74,7 +78,7 @@ class Holder:
         self.flags = shadow[1] if shadow else ServerFlags()
         self.dynamic = shadow[2] if shadow else DynamicFlags()
         self.calls = OpenCalls()
-        self.reporter: Any = None
+        self.reporter: Reporter | None = None
         """The telemetry reporter, once there is one."""
         self.successor: Holder | None = None
         """Where its work goes on, once its session was lost and a run of it rebuilt elsewhere."""
@@ -103,6 +107,16 @@ class Holder:
         while holder.successor is not None:
             holder = holder.successor
         return holder
+
+    @property
+    def address(self) -> str:
+        """The server to come back to: `local` where it has the runs of the private one.
+
+        Their server is another each time: private, or a `tinkex serve`. Known once the holder is
+        ready.
+        """
+        is_local = self._revival is not None and self._revival.server.has_private_data
+        return LOCAL if is_local else self.config.base_url
 
     # -- starting
 
@@ -145,7 +159,9 @@ class Holder:
         if self.config.base_url == LOCAL:
             from tinkex.client.session.embedded_server import join_local_server
 
-            joined = await asyncio.to_thread(join_local_server, model=self.config.model)
+            joined = await asyncio.to_thread(
+                join_local_server, model=self.config.model, is_private=self.config.is_private
+            )
             self._revival = Revival(joined, self.session)
             server = self._revival.server
             self.config = self.config.replace(base_url=server.base_url, api_key=server.api_key)
@@ -226,7 +242,7 @@ class Holder:
             types.ClientConfigRequest(sdk_version=CONTRACT_VERSION),
             pool="session",
             timeout_s=10.0,
-            max_retries=0,
+            quick_retries=0,
             window=window,
         )
         with contextlib.suppress(NotFoundError):
@@ -280,8 +296,9 @@ class Holder:
         *,
         pool: str = "train",
         window: bool = True,
-        max_retries: int | None = None,
+        quick_retries: int | None = None,
         headers: dict[str, str] | None = None,
+        options: Options = None,
         waiting: Waiting | None = None,
     ) -> M:
         """POST a request in the server's dialect and parse the answer."""
@@ -290,17 +307,17 @@ class Holder:
             request,
             self.flags.generation,
             pool=pool,
-            max_retries=max_retries,
+            quick_retries=quick_retries,
             window=window,
             headers=headers,
         )
-        return await self.ask(call, answer, waiting)
+        return await self.ask(call.having(options), answer, waiting)
 
     async def promised(
-        self, path: str, request: BaseModel, result: type[T], waiting: Waiting, **options: Any
+        self, path: str, request: BaseModel, result: type[T], waiting: Waiting, **given: Any
     ) -> T:
         """POST a request that is answered with a promise, and wait for what that becomes."""
-        promise = await self.post(path, request, types.UntypedAPIFuture, waiting=waiting, **options)
+        promise = await self.post(path, request, types.UntypedAPIFuture, waiting=waiting, **given)
         expect = Expect.of(path, result)
         return await self.poller.wait(promise.request_id, expect, waiting=waiting)
 
@@ -315,7 +332,7 @@ class Holder:
 
     async def _cancel_sample(self, request_id: str) -> None:
         request = types.CancelFutureRequest(request_id=request_id)
-        call = Call.to("cancel_future", request, pool="futures", timeout_s=30.0, max_retries=0)
+        call = Call.to("cancel_future", request, pool="futures", timeout_s=30.0, quick_retries=0)
         async with self._cancelling:
             try:
                 await self.transport.call(call)

@@ -9,6 +9,8 @@ result is made of is the `Expect`'s business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from tinkex.client.futures import Waiting
 from tinkex.client.http.call import Call, status_error
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import ByteSemaphore
-from tinkex.client.http.retry import BillingPause
+from tinkex.client.http.retry import BillingPause, obeyed_s, parse_retry_after_s
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -28,9 +30,14 @@ from tinkex.errors import (
     PromiseLostError,
     RequestFailedError,
     RetrieveError,
+    WireError,
 )
-from tinkex.types.service.futures import FutureRetrieveRequest, QueueState
-from tinkex.wire import results
+from tinkex.types.service.futures import (
+    FutureRetrieveRequest,
+    QueueState,
+    RequestFailedResponse,
+)
+from tinkex.wire import json_codec, results
 from tinkex.wire.generation import JSON, PROTOBUF, Generation
 
 logger = logging.getLogger("tinkex.futures")
@@ -45,7 +52,6 @@ _FREE_QUICK_POLLS = 3
 _MAX_PAUSE_S = 30.0
 # Decoding more than this on the loop would delay heartbeats and all other polls.
 _DECODE_ON_LOOP_BYTES = 262_144
-_CATEGORIES = frozenset({"unknown", "server", "user"})
 
 _DEFAULT_REASONS = {
     "paused_capacity": "the server is short on capacity",
@@ -68,6 +74,11 @@ class Expect(Generic[T]):
         """The promise of a call to `create_model` and its like: a `CreateModel`, in JSON."""
         return cls(endpoint.title().replace("_", ""), kind)
 
+    @property
+    def has_status(self) -> bool:
+        """Whether `status` is a field of the result itself."""
+        return "status" in getattr(self.kind, "model_fields", ())
+
     def decode(self, reply: Reply) -> T:
         content_type = PROTOBUF if PROTOBUF in reply.content_type else JSON
         try:
@@ -79,10 +90,12 @@ class Expect(Generic[T]):
             ) from exc
 
 
-class QueueObserver(Protocol):
-    """Told when the reason of waiting changes."""
+class QueueStateObserver(Protocol):
+    """Told when the reason of waiting changes, on the SDK's own thread."""
 
-    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None: ...
+    def on_queue_state_change(
+        self, queue_state: QueueState, queue_state_reason: str | None
+    ) -> None: ...
 
 
 class QueueWatch:
@@ -91,7 +104,7 @@ class QueueWatch:
     def __init__(
         self,
         name: str,
-        observer: QueueObserver | None = None,
+        observer: QueueStateObserver | None = None,
         *,
         clock: Callable[[], float] = loop_time,
     ) -> None:
@@ -138,19 +151,20 @@ class PollRetry:
         """The server said something that is not a refusal."""
         self._in_a_row = self._bad_requests = 0
 
-    def delay_s(self, status_code: int | None) -> float | None:
+    def delay_s(self, reply: Reply | None) -> float | None:
         """After a poll that was refused, or had no answer (None). None: give up."""
-        if status_code is None or status_code == 429:
+        if reply is None or reply.status == 429:
             self._in_a_row += 1
-            return min(2.0 ** min(self._in_a_row - 1, 10), self._MAX_PAUSE_S)
+            asked_s = obeyed_s(parse_retry_after_s(reply.headers)) if reply else None
+            return asked_s or min(2.0 ** min(self._in_a_row - 1, 10), self._MAX_PAUSE_S)
         self._in_a_row = 0
-        if status_code == 402:
+        if reply.status == 402:
             return self._billing.delay_s()
-        if status_code == 400 and self._bad_requests < self._MAX_BAD_REQUESTS:
+        if reply.status == 400 and self._bad_requests < self._MAX_BAD_REQUESTS:
             self._bad_requests += 1
             return 0.0
         # No pause here: a server that fails at once is slowed down like one that answers at once.
-        return 0.0 if status_code >= 500 else None
+        return 0.0 if reply.status >= 500 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +245,8 @@ class _Poll(Generic[T]):
                 await self._failure(reply)
             else:
                 self.retry.answered()
-                if not await self._is_pending(reply):
-                    return await self._decode(reply)
+                if (result := await self._result(reply)) is not None:
+                    return await self._decode(result)
             if reply.status not in (402, 429):  # these have paused already
                 await self._pause_if_quick(started)
 
@@ -257,32 +271,49 @@ class _Poll(Generic[T]):
             pool="futures",
             headers=headers,
             timeout_s=POLL_TIMEOUT_S,
-            max_retries=0,
+            quick_retries=0,
         )
 
     # -- 2xx
 
-    async def _is_pending(self, reply: Reply) -> bool:
-        """True when the answer is not the result yet. Raises what the server says of a failure."""
+    async def _result(self, reply: Reply) -> Reply | None:
+        """The answer with the result; None: not yet. Raises what the server says of a failure."""
         if PROTOBUF in reply.content_type:
-            return False
-        body = reply.json()
+            return reply
+        body = _parsed(reply)
         if not isinstance(body, dict):
-            return False
+            return reply
         if body.get("type") == "try_again":
             self._still_waiting(body)
-            return True
-        if body.get("status") == "complete_metadata":
-            await self._payload_is_ready(body)
-            return True
+            return None
+        if isinstance(status := body.get("status"), str) and not self.expect.has_status:
+            return await self._by_status(status.lower(), body, reply)
         if "error" in body:
-            category = str(body.get("category", "unknown")).lower()
-            raise RequestFailedError(
-                str(body["error"]),
-                request_id=self.request_id,
-                category=category if category in _CATEGORIES else "unknown",
-            )
-        return False
+            raise self._failed(body)
+        return reply
+
+    async def _by_status(self, status: str, body: dict[str, Any], reply: Reply) -> Reply | None:
+        """Like `_result`, of an answer that says how it stands as a `status`."""
+        if status == "pending":
+            self._still_waiting(body)
+            return None
+        if status == "complete_metadata":
+            await self._payload_is_ready(body)
+            return None
+        if status == "failed":
+            raise self._failed(body)
+        if status == "completed":
+            inside = json.dumps(body.get("result", {})).encode()  # NaN stays what it is
+            return Reply(reply.status, reply.headers, inside)
+        raise APIResponseValidationError(
+            f"The server says of request {self.request_id} that it is {status[:100]!r}, which this "
+            "SDK does not know, so it is not taken for a result.",
+            body=body,
+        )
+
+    def _failed(self, body: dict[str, Any]) -> RequestFailedError:
+        said = RequestFailedResponse.model_validate(body)
+        return RequestFailedError(said.error, request_id=self.request_id, category=said.category)
 
     async def _decode(self, reply: Reply) -> T:
         self.waiting.state = "fetching"
@@ -328,7 +359,7 @@ class _Poll(Generic[T]):
                 "Training: go on from the last checkpoint.",
                 request_id=self.request_id,
             )
-        pause_s = self.retry.delay_s(reply.status)
+        pause_s = self.retry.delay_s(reply)
         if pause_s is None:
             cause = status_error(self._call(), reply)
             raise RetrieveError(
@@ -353,3 +384,12 @@ class _Poll(Generic[T]):
         over = self.num_quick - _FREE_QUICK_POLLS
         if over > 0:
             await asyncio.sleep(min(0.05 * 2.0 ** min(over, 12), _MAX_PAUSE_S))
+
+
+def _parsed(reply: Reply) -> Any:
+    """A JSON answer. NaN is read only where a `status` may stand beside it: it takes its time."""
+    body = reply.json()
+    if body is None and b'"status"' in reply.content:
+        with contextlib.suppress(WireError):
+            return json_codec.loads(reply.content)
+    return body

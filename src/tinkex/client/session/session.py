@@ -12,6 +12,7 @@ from tinkex.client.http.call import Call
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.transport import Transport
 from tinkex.errors import APIConnectionError, APIStatusError, TinkerError
+from tinkex.types.fields.bounds import storable
 
 if TYPE_CHECKING:
     from tinkex.client.session.holder import Holder
@@ -71,7 +72,7 @@ class Session:
             pool="session",
             timeout_s=10.0,
             # No retries: the next heartbeat is one (contract 3.4).
-            max_retries=0,
+            quick_retries=0,
             window=False,
         )
         await transport.call(call)
@@ -103,7 +104,7 @@ class Session:
             return
         try:
             request = types.FinishSessionRequest.model_validate(
-                {"reason": {"type": status}, "detail": detail}
+                {"reason": {"type": status}, "detail": storable(detail)}
             )
             call = Call.to(
                 "finish_session",
@@ -111,7 +112,7 @@ class Session:
                 ids={"session_id": self.id},
                 timeout_s=_FINISH_TIMEOUT_S / 2,
                 # Nobody starts a dead embedded server again for a goodbye.
-                max_retries=0 if is_embedded else None,
+                quick_retries=0 if is_embedded else None,
                 window=not is_embedded,
             )
             async with asyncio.timeout(_FINISH_TIMEOUT_S):

@@ -32,6 +32,7 @@ from tinkex import events
 from tinkex.client.http.call import Call
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.errors import APIStatusError, RequestFailedError, TinkerError
+from tinkex.types.fields.bounds import storable
 from tinkex.types.service.telemetry import (
     EventType,
     GenericEvent,
@@ -183,9 +184,10 @@ class Reporter:
                     event_session_index=self._index,
                     severity=level if level in Severity.__members__ else "INFO",
                     timestamp=datetime.now(UTC),
-                    **fields,
+                    # A text that cannot be sent would hold up all that wait behind it.
+                    **storable(fields),
                 )
-            except ValueError:  # no JSON, or more than a server takes: it could never be sent
+            except (ValueError, RecursionError):  # it could never be sent
                 self._num_dropped += 1
                 return False
             self._index += 1
@@ -256,7 +258,7 @@ def start_reporter(holder: Holder) -> Reporter:
             holder.flags.generation,
             pool="telemetry",
             timeout_s=5.0,
-            max_retries=0,
+            quick_retries=0,
             window=False,
         )
         return await holder.transport.call(call)

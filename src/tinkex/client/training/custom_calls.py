@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinkex import types
 from tinkex.client.futures import APIFuture, Waiting
+from tinkex.client.http.options import Options
 from tinkex.client.session.holder import Holder
-from tinkex.client.training.custom_loss import finish, forward_data, output_logprobs, surrogate
+from tinkex.client.training.custom_loss import (
+    finish,
+    forward_data,
+    output_logprobs,
+    surrogate,
+    taught_data,
+)
 from tinkex.client.training.loss_tracing import (
     LossHandle,
     check_loss_inputs,
@@ -24,14 +31,15 @@ from tinkex.client.training.loss_tracing import (
     run_handle,
     trace_loss,
 )
+from tinkex.contract.losses import TEACHER_LOGPROBS
 from tinkex.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from tinkex.client.training.training_client import TrainingClient
 
 T = TypeVar("T")
-Forward = Callable[[Sequence[types.Datum]], types.ForwardBackwardOutput]
-"""Runs the forward pass of a batch and waits for its logprobs."""
+Forward = Callable[[Sequence[types.Datum], str | None], types.ForwardBackwardOutput]
+"""Runs the forward pass of a batch, and of its teacher, and waits for the logprobs."""
 Submit = Callable[["TrainingClient"], APIFuture[T]]
 """Submits the second half of a custom loss to a run; never waits."""
 
@@ -42,7 +50,9 @@ def prepare_custom(
     data: Sequence[types.Datum],
     loss_fn: Any,
     *,
+    teacher: str | None = None,
     loss_type_input: str | None = None,
+    options: Options = None,
 ) -> Submit[types.ForwardBackwardOutput]:
     """Compute a custom loss as far as it runs here; returns the function that submits the rest.
 
@@ -58,9 +68,12 @@ def prepare_custom(
                 path="loss_fn",
             )
         if loss_fn.loss_id is not None:
-            check_loss_inputs(loss_fn, data)
+            given = [TEACHER_LOGPROBS.name] if teacher is not None else []
+            check_loss_inputs(loss_fn, data, besides=given)
             config = {"loss_id": loss_fn.loss_id}
-            return lambda client: client.forward_backward(data, "custom", config)
+            return lambda client: client.forward_backward(
+                data, "custom", config, teacher=teacher, options=options
+            )
         loss_fn = functools.partial(run_handle, loss_fn)
     if isinstance(loss_fn, str):
         raise InvalidInputError(
@@ -72,7 +85,7 @@ def prepare_custom(
         raise InvalidInputError(
             f"expected a callable or a LossHandle, got {type(loss_fn).__name__}", path="loss_fn"
         )
-    return _run_here(forward, list(data), loss_fn)
+    return _run_here(forward, list(data), loss_fn, teacher, options)
 
 
 def _check_loss_type(loss_type_input: str) -> None:
@@ -84,13 +97,19 @@ def _check_loss_type(loss_type_input: str) -> None:
 
 
 def _run_here(
-    forward: Forward, data: list[types.Datum], fn: Callable[..., Any]
+    forward: Forward,
+    data: list[types.Datum],
+    fn: Callable[..., Any],
+    teacher: str | None,
+    options: Options,
 ) -> Submit[types.ForwardBackwardOutput]:
-    output = forward(forward_data(data))
+    output = forward(forward_data(data), teacher)
+    if teacher is not None:
+        data = taught_data(data, output)
     stand_in = surrogate(fn, data, output_logprobs(output, len(data)))
 
     def submit(client: TrainingClient) -> APIFuture[types.ForwardBackwardOutput]:
-        backward = client.forward_backward(stand_in.data, "cross_entropy")
+        backward = client.forward_backward(stand_in.data, "cross_entropy", options=options)
 
         async def finished(waiting: Waiting) -> types.ForwardBackwardOutput:
             return finish(await backward, stand_in)
@@ -101,13 +120,16 @@ def _run_here(
 
 
 def create_custom_loss(
-    holder: Holder, fn: Callable[..., Any], input_ranks: Mapping[str, int]
-) -> APIFuture[Any]:
+    holder: Holder,
+    fn: Callable[..., Any],
+    input_ranks: Mapping[str, int],
+    options: Options = None,
+) -> APIFuture[LossHandle]:
     """Trace a loss and, where the server takes traced losses, upload it."""
     # A malformed loss is refused here and now; the session it will belong to may not exist yet.
     traced = trace_loss(fn, input_ranks, "")
 
-    async def create(waiting: Waiting) -> Any:
+    async def create(waiting: Waiting) -> LossHandle:
         assert holder.session_id is not None
         handle = replace(traced, session_id=holder.session_id)
         if not holder.flags.custom_loss_server_side:
@@ -127,7 +149,9 @@ def create_custom_loss(
         )
         try:
             kind = types.CreateCustomLossResponse
-            created = await holder.promised("create_custom_loss", request, kind, waiting)
+            created = await holder.promised(
+                "create_custom_loss", request, kind, waiting, options=options
+            )
         except BaseException:
             del holder.session.custom_losses[handle.key]
             raise

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tinkex.contract.losses import TEACHER_LOGPROBS
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.errors import InvalidInputError
 from tinkex.regularizers.loss_answer import check_answer
@@ -106,6 +107,22 @@ def output_logprobs(output: ForwardBackwardOutput, num_data: int) -> list[Tensor
             path="loss_fn_outputs",
         )
     return [value for value in logprobs if value is not None]
+
+
+def taught_data(data: Sequence[Datum], output: ForwardBackwardOutput) -> list[Datum]:
+    """The datums with what their teacher said of the targets."""
+    name = TEACHER_LOGPROBS.name
+    if any(name not in outputs for outputs in output.loss_fn_outputs):
+        raise InvalidInputError("the server did not ask the teacher", path="loss_fn_outputs")
+    return [
+        Datum(
+            datum.model_input,
+            {**datum.loss_fn_inputs, name: outputs[name]},
+            datum.model_input_spans,
+            datum.loss_fn_input_spans,
+        )
+        for datum, outputs in zip(data, output.loss_fn_outputs, strict=True)
+    ]
 
 
 def logprob_gradients(

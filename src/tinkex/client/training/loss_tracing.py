@@ -15,7 +15,7 @@ import inspect
 import json
 import math
 import types as pytypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -294,10 +294,17 @@ def _float_name(value: float) -> str:
 # ------------------------------------------------------------------------------------ running here
 
 
-def check_loss_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
-    """Refuse a batch in which a datum lacks an input of the loss, or has it at another rank."""
+def check_loss_inputs(
+    handle: LossHandle, data: Sequence[Datum], besides: Collection[str] = ()
+) -> None:
+    """Refuse a batch in which a datum lacks an input of the loss, or has it at another rank.
+
+    `besides` are inputs that the server fills in.
+    """
     for index, datum in enumerate(data):
         for spec in handle.inputs[1:]:
+            if spec.name in besides:
+                continue
             tensor = datum.loss_fn_inputs.get(spec.name)
             where = f"data[{index}].loss_fn_inputs.{spec.name}"
             if tensor is None:

@@ -91,7 +91,8 @@ class Rebuilder:
             except Exception as exc:  # the user's own code: whatever it raises may pass
                 raise RetryableException(f"connect() failed: {exc!r}") from exc
         window_s = min(self._config.retry_window_s, self._policy.attempt_timeout_s)
-        return Holder(self._config.replace(retry_window_s=window_s))
+        # It answered before it was lost, so it is waited for as long as any server that is known.
+        return Holder(self._config.replace(retry_window_s=window_s, startup_window_s=window_s))
 
     # -- from a checkpoint
 
@@ -146,8 +147,10 @@ class Rebuilder:
         run = rebuilt.client
         patience = Patience(lambda: check_run(run, self.ask_s), self._policy.unreachable_s)
 
-        def forward(data: Sequence[types.Datum]) -> types.ForwardBackwardOutput:
-            return patience.wait(run.forward(data, "cross_entropy"))
+        def forward(
+            data: Sequence[types.Datum], teacher: str | None
+        ) -> types.ForwardBackwardOutput:
+            return patience.wait(run.forward(data, "cross_entropy", teacher=teacher))
 
         for call in self.missing(rebuilt):
             make = prepare(call, run, forward) if needs_logprobs(call) else call.make_on

@@ -29,6 +29,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tinkex import events, types
 from tinkex.client.futures import APIFuture
+from tinkex.client.http.options import Options
 from tinkex.client.recovery.call_log import CallLog, RecordedCall, SavedPoint
 from tinkex.client.recovery.keeper import Keeper
 from tinkex.client.recovery.policy import Callback, RecoveryEvent, RecoveryPolicy
@@ -49,7 +50,13 @@ from tinkex.client.training.rebuilder import (
     prepare,
 )
 from tinkex.client.training.training_client import TrainingClient
-from tinkex.errors import ConfigError, RecoveryFailedError, RetryableException, TinkerError
+from tinkex.errors import (
+    ClientClosedError,
+    ConfigError,
+    RecoveryFailedError,
+    RetryableException,
+    TinkerError,
+)
 
 logger = logging.getLogger("tinkex.recovery")
 P = ParamSpec("P")
@@ -100,6 +107,7 @@ class RecoveringTrainingClient(TrainingClient):
         """Every run so far, the current one last."""
         self._lock = threading.RLock()  # one for all runs, where each run has its own
         self._over = threading.Event()
+        self._is_closed = False
         self._log = CallLog(self.policy)
         self._rebuilder = Rebuilder(self.policy, self._log, client.holder.given_config)
         self._unanswered: set[RecordedCall] = set()
@@ -136,14 +144,16 @@ class RecoveringTrainingClient(TrainingClient):
         self.run_ids.append(run.model_id)
         self._sessions.enter(run.holder)
 
-    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
+    def on_queue_state_change(
+        self, queue_state: types.QueueState, queue_state_reason: str | None
+    ) -> None:
         """Called when the reason of waiting changes; override to react to it, on every run."""
         self.client.on_queue_state_change(queue_state, queue_state_reason)
 
-    def unload_model(self) -> APIFuture[types.UnloadModelResponse]:
+    def unload_model(self, *, options: Options = None) -> APIFuture[types.UnloadModelResponse]:
         """Free the model's memory on the server, for good: a run that you end is not rebuilt."""
         self._end()
-        return super().unload_model()
+        return super().unload_model(options=options)
 
     def with_recovery(self, policy: RecoveryPolicy | None = None) -> RecoveringTrainingClient:
         """Refused: one policy per run. Give it to the first `with_recovery`."""
@@ -157,6 +167,7 @@ class RecoveringTrainingClient(TrainingClient):
 
         A session to which the ServiceClient has moved stays open: it is closed with that.
         """
+        self._is_closed = True
         self._end()
         self._sessions.close(self.policy.attempt_timeout_s)
 
@@ -174,6 +185,8 @@ class RecoveringTrainingClient(TrainingClient):
     # -- calls
 
     def _make(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> APIFuture[Any]:
+        if self._is_closed:
+            raise ClientClosedError("The client is closed. Make a new one from a ServiceClient.")
         call = RecordedCall(method, args, kwargs)
         submit: Callable[[TrainingClient], APIFuture[Any]] = call.make_on
         while True:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinkex import types
 from tinkex.client.futures import APIFuture, Waiting
+from tinkex.client.http.options import Options
 from tinkex.client.session.holder import Holder
 from tinkex.client.training.custom_calls import Forward, Submit, prepare_custom
 from tinkex.errors import InvalidInputError
@@ -35,7 +36,8 @@ def prepare_regularized(
     data: Sequence[types.Datum],
     base: Any,
     specs: Sequence[RegularizerSpec],
-    **options: Any,
+    options: Options = None,
+    **settings: Any,
 ) -> Submit[RegularizedOutput]:
     """Compute base + sum of weighted regularizers; returns the function that submits the rest."""
     if isinstance(base, str) and base != "cross_entropy":
@@ -45,7 +47,7 @@ def prepare_regularized(
             "the logprobs, or call forward_backward for it without regularizers.",
             path="base",
         )
-    pipeline = Pipeline(cross_entropy if base == "cross_entropy" else base, specs, **options)
+    pipeline = Pipeline(cross_entropy if base == "cross_entropy" else base, specs, **settings)
     terms: list[CustomLossOutput] = []
 
     def total(batch: Any, logprobs: Any) -> tuple[torch.Tensor, dict[str, float]]:
@@ -53,7 +55,7 @@ def prepare_regularized(
         terms.append(output)
         return loss, output.flat()
 
-    submit_loss = prepare_custom(holder, forward, data, total)
+    submit_loss = prepare_custom(holder, forward, data, total, options=options)
 
     def submit(client: TrainingClient) -> APIFuture[RegularizedOutput]:
         backward = submit_loss(client)

@@ -16,12 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinkex import types
 from tinkex.client.background_loop import background
 from tinkex.client.futures import cancel_all
 from tinkex.client.http.call import Call
+from tinkex.client.http.options import Options
 from tinkex.client.session.holder import Holder, parse
 from tinkex.errors import ClientClosedError
 
@@ -44,6 +45,11 @@ class CallPart:
     encode: Callable[[int], Call]
     size_bytes: int = 0
     """Counted against the server's submit budget; 0 for small requests."""
+
+    def having(self, options: Options, part: int) -> CallPart:
+        """The same request with the options of a caller, as that part of his call."""
+        encode = self.encode
+        return replace(self, encode=lambda seq_id: encode(seq_id).having(options, part))
 
 
 class Submission:

@@ -18,8 +18,9 @@ from tinkex import events, types
 from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting, gather_or_cancel, spawn
 from tinkex.client.http.call import Call
+from tinkex.client.http.options import Options, check_options
 from tinkex.client.session.holder import Holder
-from tinkex.client.session.polling import Expect, QueueObserver, QueueWatch
+from tinkex.client.session.polling import Expect, QueueStateObserver, QueueWatch
 from tinkex.client.training.pass_requests import pass_parts
 from tinkex.client.training.sample_age import StepCount
 from tinkex.client.training.submission import CallPart, Submission, SubmitQueue
@@ -34,7 +35,7 @@ class TrainingCalls:
     `observer` is told when the server changes its reason for letting calls wait.
     """
 
-    def __init__(self, holder: Holder, model_id: str, observer: QueueObserver) -> None:
+    def __init__(self, holder: Holder, model_id: str, observer: QueueStateObserver) -> None:
         self.holder = holder
         self.model_id = model_id
         self.lock = threading.RLock()
@@ -42,10 +43,11 @@ class TrainingCalls:
         self.steps = StepCount()
         self._submits = SubmitQueue(holder)
         self._open: set[APIFuture[Any]] = set()
-        self._warned_of_no_signal = False
+        self._warned_of_no_signal = self._warned_of_no_gradient = False
+        self._has_gradient = False
         self.notify(observer)
 
-    def notify(self, observer: QueueObserver) -> None:
+    def notify(self, observer: QueueStateObserver) -> None:
         """Tell `observer`, and no longer the one before it, why calls wait."""
         self.watch = QueueWatch(f"Training of {self.model_id}", observer)
 
@@ -58,15 +60,15 @@ class TrainingCalls:
         forward_only: bool,
     ) -> list[CallPart]:
         """The requests of a pass, checked."""
+        flags = self.holder.flags
         name = validation.check_loss(loss_fn, loss_fn_config)
-        datums = validation.check_data(data, name)
-        validation.check_routed_experts(datums, self.holder.flags.tinkex_routed_experts)
-        if not forward_only and not validation.has_signal(datums):
+        is_taught = validation.check_teacher(name, loss_fn_config, flags.tinkex_teacher)
+        datums = validation.check_data(data, name, is_taught=is_taught)
+        validation.check_routed_experts(datums, flags.tinkex_routed_experts)
+        if not forward_only and not is_taught and not validation.has_signal(datums):
             self._warn_of_no_signal()
         config = dict(loss_fn_config) if loss_fn_config else None
-        return pass_parts(
-            self.holder.flags, self.model_id, datums, name, config, forward_only=forward_only
-        )
+        return pass_parts(flags, self.model_id, datums, name, config, forward_only=forward_only)
 
     def _warn_of_no_signal(self) -> None:
         # Once per run: a loop with sparse rewards meets such batches again and again.
@@ -79,21 +81,34 @@ class TrainingCalls:
                 self.model_id,
             )
 
+    def note_step(self) -> None:
+        """A step is made of the gradient gathered so far; the server makes one of none as well."""
+        if not self._has_gradient and not self._warned_of_no_gradient:
+            self._warned_of_no_gradient = True
+            logger.warning(
+                "optim_step was called and no gradient was gathered before it, so the step counts "
+                "and trains nothing but what momentum and weight decay do. Call forward_backward "
+                "first. (%s says this once.)",
+                self.model_id,
+            )
+        self._has_gradient = False
+
     def submit_json(
         self,
         path: str,
         request: BaseModel,
         kind: type[T],
         *,
-        max_retries: int | None = None,
+        quick_retries: int | None = None,
+        options: Options = None,
     ) -> APIFuture[T]:
         """Submit a request that is one message, for a result of that kind."""
 
         def encode(seq_id: int) -> Call:
             numbered = request.model_copy(update={"seq_id": seq_id})
-            return self.json_call(path, numbered, max_retries=max_retries)
+            return self.json_call(path, numbered, quick_retries=quick_retries)
 
-        return self.submit(path, [CallPart(encode)], Expect.of(path, kind))
+        return self.submit(path, [CallPart(encode)], Expect.of(path, kind), options=options)
 
     def submit(
         self,
@@ -101,8 +116,13 @@ class TrainingCalls:
         parts: Sequence[CallPart],
         expect: Expect[T],
         join: Callable[[Sequence[T]], T] | None = None,
+        *,
+        options: Options = None,
     ) -> APIFuture[T]:
         """Take the next position in the order and return the future of the result."""
+        if options:
+            check_options(options)
+            parts = [part.having(options, index) for index, part in enumerate(parts)]
         submission = Submission(parts)
 
         async def collect(waiting: Waiting) -> T:
@@ -110,6 +130,7 @@ class TrainingCalls:
                 return await self._collect(submission, expect, waiting, join)
 
         with self.lock:
+            self._has_gradient |= method == "forward_backward"
             self._submits.put(submission)
             future = self.holder.spawn(collect)
         self._open.add(future)
@@ -144,5 +165,5 @@ class TrainingCalls:
         )
         return join(results) if join is not None else results[0]
 
-    def json_call(self, path: str, request: BaseModel, *, max_retries: int | None = None) -> Call:
-        return Call.to(path, request, self.holder.flags.generation, max_retries=max_retries)
+    def json_call(self, path: str, request: BaseModel, *, quick_retries: int | None = None) -> Call:
+        return Call.to(path, request, self.holder.flags.generation, quick_retries=quick_retries)

@@ -8,45 +8,47 @@ travels. Nothing here computes.
 from __future__ import annotations
 
 import asyncio
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel
-
 from tinkex import types
 from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.call import Call
+from tinkex.client.http.options import Options
 from tinkex.client.older_sdk import DirectFuture
 from tinkex.client.recovery.policy import RecoveryPolicy
+from tinkex.client.rest.rest_client import RestClient
 from tinkex.client.sampling.sample_retry import RetryConfig
 from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
 from tinkex.client.session.holder import Holder
 from tinkex.client.session.polling import Expect
-from tinkex.client.tokenizers import load_tokenizer
+from tinkex.client.tokenizers import Tokenizer, load_tokenizer
 from tinkex.client.training.custom_calls import prepare_custom
 from tinkex.client.training.pass_requests import EXPECT_FORWARD, EXPECT_FORWARD_BACKWARD
 from tinkex.client.training.regularized import RegularizedOutput, prepare_regularized
 from tinkex.client.training.submission import CallPart
 from tinkex.client.training.train_step import TrainStepResult, skipped_step, whole_step
 from tinkex.client.training.training_calls import TrainingCalls
+from tinkex.client.training.weights_calls import WeightsCalls
 from tinkex.client.twins import awaited, submitted, threaded
-from tinkex.errors import InvalidInputError
+from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.regularizers import RegularizerSpec
-from tinkex.types.account.checkpoints import check_name
 from tinkex.types.account.console_urls import training_run_url
 from tinkex.wire.chunking import combine
 from tinkex.wire.endpoints import ENDPOINTS
 
 if TYPE_CHECKING:
+    from tinkex.client.session.telemetry import Reporter
     from tinkex.client.training.recovering_client import RecoveringTrainingClient
 
 T = TypeVar("T")
 
 
-class TrainingClient:
+class TrainingClient(WeightsCalls):
     """A model being trained. Made by `ServiceClient.create_lora_training_client` and friends."""
 
     def __init__(
@@ -67,7 +69,9 @@ class TrainingClient:
         self._calls = calls or TrainingCalls(holder, model_id, self)
         self._lock = self._calls.lock
 
-    def on_queue_state_change(self, queue_state: Any, queue_state_reason: str | None) -> None:
+    def on_queue_state_change(
+        self, queue_state: types.QueueState, queue_state_reason: str | None
+    ) -> None:
         """Called when the reason of waiting changes; override to react to it."""
 
     # -- training
@@ -77,6 +81,9 @@ class TrainingClient:
         data: Sequence[types.Datum],
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        teacher: str | None = None,
+        options: Options = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Compute the loss of a batch and add its gradient to what was gathered so far.
 
@@ -84,11 +91,20 @@ class TrainingClient:
         `train_step`. A batch larger than the server takes at once travels in chunks; the result is
         that of the whole batch, datums in the order given.
 
+        Args:
+            teacher: A base model or a `tinker://` path. The server computes its logprobs at the
+                targets and the loss reads them: added to the advantages, or in place of `logprobs`
+                in `kl_divergence`. The outputs carry them as `teacher_logprobs`.
+
         Raises:
             InvalidInputError: The loss or a datum is wrong; nothing was sent.
+            NotSupportedError: The server computes no logprobs of teachers (`has_teachers`).
         """
-        parts = self._calls.pass_parts(data, loss_fn, loss_fn_config, forward_only=False)
-        return self._calls.submit("forward_backward", parts, EXPECT_FORWARD_BACKWARD, combine)
+        config = validation.with_teacher(loss_fn_config, teacher)
+        parts = self._calls.pass_parts(data, loss_fn, config, forward_only=False)
+        return self._calls.submit(
+            "forward_backward", parts, EXPECT_FORWARD_BACKWARD, combine, options=options
+        )
 
     forward_backward_async = submitted(forward_backward)
 
@@ -97,18 +113,28 @@ class TrainingClient:
         data: Sequence[types.Datum],
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        teacher: str | None = None,
+        options: Options = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
-        """Compute the loss of a batch; no gradient is gathered."""
-        parts = self._calls.pass_parts(data, loss_fn, loss_fn_config, forward_only=True)
-        return self._calls.submit("forward", parts, EXPECT_FORWARD, combine)
+        """Compute the loss of a batch; no gradient is gathered. `teacher`: `forward_backward`."""
+        config = validation.with_teacher(loss_fn_config, teacher)
+        parts = self._calls.pass_parts(data, loss_fn, config, forward_only=True)
+        return self._calls.submit("forward", parts, EXPECT_FORWARD, combine, options=options)
 
     forward_async = submitted(forward)
+
+    @property
+    def has_teachers(self) -> bool:
+        """Whether the server takes `teacher=`. Ours does; for others ask a sampling client."""
+        return self.holder.flags.tinkex_teacher
 
     def optim_step(
         self,
         optim_params: types.OptimParams | None = None,
         *,
         adam_params: types.AdamParams | None = None,
+        options: Options = None,
     ) -> APIFuture[types.OptimStepResponse]:
         """Apply the gradients gathered so far, then clear them.
 
@@ -122,8 +148,11 @@ class TrainingClient:
         params = validation.check_optim_params(optim_params, adam_params)
         request = types.OptimStepRequest(optim_params=params, model_id=self.model_id)
         with self._lock:
+            self._calls.note_step()
             number = self._calls.steps.asked()
-            future = self._calls.submit_json("optim_step", request, types.OptimStepResponse)
+            future = self._calls.submit_json(
+                "optim_step", request, types.OptimStepResponse, options=options
+            )
         future.add_done_callback(lambda done: self._count_step(number, done))
         return future
 
@@ -142,16 +171,19 @@ class TrainingClient:
         optim_params: types.OptimParams,
         loss_fn_config: Mapping[str, float | str] | None = None,
         *,
+        teacher: str | None = None,
         skip_without_signal: bool = False,
         samples: Sequence[types.SampledSequence | None] | None = None,
         max_age_steps: int | None = None,
         drop_stale: bool = False,
+        options: Options = None,
     ) -> APIFuture[TrainStepResult]:
         """`forward_backward` and `optim_step`, submitted together: one whole training step.
 
         Nothing is sent when either half is wrong, so a refused step leaves no gradient behind.
 
         Args:
+            teacher: As in `forward_backward`.
             skip_without_signal: When every advantage is zero, only compute the loss: nothing is
                 gathered, no step is made, and the metrics have `skipped:max` 1.
             samples: The sampled sequence that each datum was made from, None for one that was not
@@ -170,11 +202,13 @@ class TrainingClient:
             data, ages = [data[index] for index in fresh.kept], fresh.metrics
         elif max_age_steps is not None:
             raise InvalidInputError("needs `samples`, which say how old they are", path="samples")
-        if skip_without_signal and not validation.has_signal(data):
-            return skipped_step(self.forward(data, loss_fn, loss_fn_config), ages)
+        loss_fn_config = validation.with_teacher(loss_fn_config, teacher)
+        if skip_without_signal and teacher is None and not validation.has_signal(data):
+            loss = self.forward(data, loss_fn, loss_fn_config, options=options)
+            return skipped_step(loss, ages)
         with self._lock:
-            loss = self.forward_backward(data, loss_fn, loss_fn_config)
-            step = self.optim_step(optim_params)
+            loss = self.forward_backward(data, loss_fn, loss_fn_config, options=options)
+            step = self.optim_step(optim_params, options=_of_second(options))
         return whole_step(loss, step, ages)
 
     train_step_async = submitted(train_step)
@@ -184,20 +218,57 @@ class TrainingClient:
         data: Sequence[types.Datum],
         loss_fn: Any,
         *,
+        teacher: str | None = None,
         loss_type_input: str | None = None,
+        options: Options = None,
     ) -> APIFuture[types.ForwardBackwardOutput]:
         """Gather the gradient of a loss of your own: a callable on logprobs, or a LossHandle.
 
         A callable `fn(data, logprobs) -> (loss, metrics)` runs here, in torch: the call waits for a
         forward pass, then submits the backward one. A LossHandle (see `create_custom_loss`) runs
-        on the server in one pass where the server can.
+        on the server in one pass where the server can. The logprobs of a `teacher` are given to it
+        with the data, as the input `teacher_logprobs`.
         """
         submit = prepare_custom(
-            self.holder, self._forward_result, data, loss_fn, loss_type_input=loss_type_input
+            self.holder,
+            self._forward_result,
+            data,
+            loss_fn,
+            teacher=teacher,
+            loss_type_input=loss_type_input,
+            options=options,
         )
         return submit(self)
 
     forward_backward_custom_async = threaded(forward_backward_custom)
+
+    def forward_backward_reverse_kl(
+        self,
+        data: Sequence[types.Datum],
+        reference_model_path: str,
+        *,
+        temperature: float = 1.0,
+        options: Options = None,
+    ) -> APIFuture[types.ForwardBackwardOutput]:
+        """Gather the gradient of the KL from this model to a reference, at targets it has sampled.
+
+        `forward_backward(data, "reverse_kl", teacher=reference_model_path)` under the name that
+        MinT gives it: `target_tokens` and `weights` are needed, nothing else. Model and reference
+        read the same input, at temperature 1.
+
+        Raises:
+            NotSupportedError: Another temperature, or a server that computes no teachers.
+        """
+        if temperature != 1.0:
+            raise NotSupportedError(
+                f"logprobs are those of temperature 1, got {temperature!r}; leave it out",
+                path="temperature",
+            )
+        return self.forward_backward(
+            data, "reverse_kl", teacher=reference_model_path, options=options
+        )
+
+    forward_backward_reverse_kl_async = submitted(forward_backward_reverse_kl)
 
     def forward_backward_regularized(
         self,
@@ -208,6 +279,7 @@ class TrainingClient:
         parallel: bool = True,
         timeout_s: float | None = 30.0,
         track_grad_norms: bool = False,
+        options: Options = None,
     ) -> APIFuture[RegularizedOutput]:
         """Gather the gradient of `base` plus weighted regularizers: base + sum_i weight_i * reg_i.
 
@@ -227,95 +299,17 @@ class TrainingClient:
             parallel=parallel,
             timeout_s=timeout_s,
             track_grad_norms=track_grad_norms,
+            options=options,
         )
         return submit(self)
 
     forward_backward_regularized_async = threaded(forward_backward_regularized)
 
-    def _forward_result(self, data: Sequence[types.Datum]) -> types.ForwardBackwardOutput:
+    def _forward_result(
+        self, data: Sequence[types.Datum], teacher: str | None
+    ) -> types.ForwardBackwardOutput:
         """The logprobs that a loss of the user's own is computed from; waits for them."""
-        return self.forward(data, "cross_entropy").result()
-
-    # -- weights
-
-    def save_state(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        overwrite: bool = False,
-        user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[types.SaveWeightsResponse]:
-        """Save weights and optimizer under `tinker://MODEL/weights/NAME`, to resume from later."""
-        options = {"overwrite": overwrite, "user_metadata": user_metadata}
-        return self._save_as("save_weights", types.SaveWeightsResponse, name, ttl_seconds, options)
-
-    save_state_async = submitted(save_state)
-
-    def save_weights_for_sampler(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
-    ) -> APIFuture[types.SaveWeightsForSamplerResponse]:
-        """Save weights under `tinker://MODEL/sampler_weights/NAME`, to sample from."""
-        kind, options = types.SaveWeightsForSamplerResponse, {"user_metadata": user_metadata}
-        return self._save_as("save_weights_for_sampler", kind, name, ttl_seconds, options)
-
-    save_weights_for_sampler_async = submitted(save_weights_for_sampler)
-
-    def save_weights_external(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        age_encryption_recipients: list[str] | None = None,
-    ) -> APIFuture[types.SaveWeightsExternalResponse]:
-        """Export weights for download, encrypted to the given age recipients if there are any."""
-        options = {"age_encryption_recipients": age_encryption_recipients}
-        kind = types.SaveWeightsExternalResponse
-        return self._save_as("save_weights_external", kind, name, ttl_seconds, options)
-
-    save_weights_external_async = submitted(save_weights_external)
-
-    def _save_as(
-        self, row: str, kind: type[T], name: str, ttl_seconds: int | None, asked: dict[str, Any]
-    ) -> APIFuture[T]:
-        request: BaseModel = ENDPOINTS[row].request(
-            model_id=self.model_id,
-            path=check_name(name, path="name"),
-            ttl_seconds=validation.check_ttl(ttl_seconds),
-            **asked,
-        )
-        return self._calls.submit_json(row, request, kind, max_retries=0)
-
-    def load_state(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[types.LoadWeightsResponse]:
-        """Replace the weights by a checkpoint's; the optimizer starts afresh."""
-        return self._load(path, weights_access_token, optimizer=False)
-
-    load_state_async = submitted(load_state)
-
-    def load_state_with_optimizer(
-        self, path: str, weights_access_token: str | None = None
-    ) -> APIFuture[types.LoadWeightsResponse]:
-        """Replace weights and optimizer by a checkpoint's, to go on exactly where it was saved."""
-        return self._load(path, weights_access_token, optimizer=True)
-
-    load_state_with_optimizer_async = submitted(load_state_with_optimizer)
-
-    def _load(
-        self, path: str, weights_access_token: str | None, *, optimizer: bool
-    ) -> APIFuture[types.LoadWeightsResponse]:
-        validation.check_tinker_path(path, name="path")
-        request = types.LoadWeightsRequest(
-            model_id=self.model_id,
-            path=path,
-            optimizer=optimizer,
-            weights_access_token=weights_access_token,
-        )
-        with self._lock:
-            self._calls.steps.loaded()
-            return self._calls.submit_json("load_weights", request, types.LoadWeightsResponse)
+        return self.forward(data, "cross_entropy", teacher=teacher).result()
 
     # -- sampling
 
@@ -324,12 +318,17 @@ class TrainingClient:
         name: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
+        kind: types.SamplingClientKind = "snapshot",
+        *,
+        options: Options = None,
     ) -> SamplingClientFuture:
         """Freeze the weights as they are after all calls so far, and sample from them.
 
-        The snapshot is unnamed and lives as long as the session; `name` has no effect.
+        The snapshot is unnamed and lives as long as the session; `name` has no effect. With
+        `kind="inflight"` the client goes on to the weights of every later inflight save of this
+        model: a sample uses the weights saved when its client was made, or newer ones.
         """
-        future = self._snapshot(name, retry_config, record_stability_info)
+        future = self._snapshot(name, retry_config, record_stability_info, kind, options)
         return SamplingClientFuture.of(
             future, "save_weights_and_get_sampling_client", SamplingClient
         )
@@ -338,7 +337,12 @@ class TrainingClient:
     save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
 
     def _snapshot(
-        self, name: str | None, retry_config: RetryConfig | None, record_stability_info: bool
+        self,
+        name: str | None,
+        retry_config: RetryConfig | None,
+        record_stability_info: bool,
+        kind: types.SamplingClientKind,
+        options: Options,
     ) -> APIFuture[SamplingClient]:
         if name is not None:
             warnings.warn(
@@ -348,23 +352,25 @@ class TrainingClient:
                 stacklevel=3,
             )
         holder = self.holder
-        path, kind = "save_weights_for_sampler", types.SaveWeightsForSamplerResponseInternal
+        path, answers = "save_weights_for_sampler", types.SaveWeightsForSamplerResponseInternal
 
         def encode(seq_id: int) -> Call:
             request = types.SaveWeightsForSamplerRequest(
                 model_id=self.model_id,
                 sampling_session_seq_id=holder.session.next_number("sampling_session"),
+                kind=None if kind == "snapshot" else kind,
                 seq_id=seq_id,
             )
-            return self._calls.json_call(path, request, max_retries=0)
+            return self._calls.json_call(path, request, quick_retries=0)
 
         with self._lock:
             num_steps = self._calls.steps.num_asked
-            saved = self._calls.submit(path, [CallPart(encode)], Expect.of(path, kind))
+            parts, expect = [CallPart(encode)], Expect.of(path, answers)
+            saved = self._calls.submit(path, parts, expect, options=options)
 
         async def make(waiting: Waiting) -> SamplingClient:
             answer = await saved
-            if answer.sampling_session_id is not None:
+            if answer.sampling_session_id is not None and kind == "snapshot":
                 self._calls.steps.saved(answer.sampling_session_id, num_steps)
             return await SamplingClient.create(
                 holder,
@@ -381,26 +387,35 @@ class TrainingClient:
         model_path: str,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
+        *,
+        options: Options = None,
     ) -> SamplingClientFuture:
         """Sample from a saved checkpoint."""
-        future = self._sampler(model_path, retry_config, record_stability_info)
+        future = self._sampler(model_path, retry_config, record_stability_info, options)
         return SamplingClientFuture.of(future, "create_sampling_client", SamplingClient)
 
     create_sampling_client_async = awaited(create_sampling_client)
 
     def _sampler(
-        self, model_path: str, retry_config: RetryConfig | None, record_stability_info: bool
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None,
+        record_stability_info: bool,
+        options: Options,
     ) -> APIFuture[SamplingClient]:
         return SamplingClient.create(
             self.holder,
             model_path=model_path,
             retry_config=retry_config,
             record_stability_info=record_stability_info,
+            options=options,
         )
 
     # -- asking
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> APIFuture[None]:
+    def log_metrics(
+        self, metrics: Mapping[str, float], step: int | None = None, *, options: Options = None
+    ) -> APIFuture[None]:
         """Have numbers of your own drawn on the run's page of the console. Returns at once.
 
         Args:
@@ -410,46 +425,66 @@ class TrainingClient:
         request = row.request(model_id=self.model_id, metrics=dict(metrics), step=step)
 
         async def send(waiting: Waiting) -> None:
-            await self.holder.post(row.name, request, row.result, waiting=waiting)
+            await self.holder.post(row.name, request, row.result, options=options, waiting=waiting)
 
         return self.holder.spawn(send)
 
     log_metrics_async = awaited(log_metrics)
 
-    def get_info(self) -> DirectFuture[types.GetInfoResponse]:
+    def log_settings(
+        self, settings: Mapping[str, Any], *, options: Options = None
+    ) -> APIFuture[types.TrainingRun]:
+        """Tell the server what this run was started with, such as its hyperparameters.
+
+        The console shows and compares them. Returns at once. Calls add up: a setting of the same
+        name is replaced, the others stay. Values are JSON; what is not, such as a path, is kept
+        as text. Tinkex servers only.
+        """
+        kept = json.loads(json.dumps(dict(settings), default=str))
+        return RestClient(self.holder).describe_run(self.model_id, settings=kept, options=options)
+
+    log_settings_async = awaited(log_settings)
+
+    def get_info(self, *, options: Options = None) -> DirectFuture[types.GetInfoResponse]:
         """The server's description of this model."""
-        return DirectFuture.of(self._info(), "get_info", types.GetInfoResponse)
+        return DirectFuture.of(self._info(options), "get_info", types.GetInfoResponse)
 
     get_info_async = awaited(get_info)
 
-    def _info(self) -> APIFuture[types.GetInfoResponse]:
+    def _info(self, options: Options) -> APIFuture[types.GetInfoResponse]:
         request = types.GetInfoRequest(model_id=self.model_id)
         return self.holder.spawn(
             lambda waiting: self.holder.post(
-                "get_info", request, types.GetInfoResponse, waiting=waiting
+                "get_info", request, types.GetInfoResponse, options=options, waiting=waiting
             )
         )
 
-    def get_tokenizer(self) -> DirectFuture[Any]:
+    def get_tokenizer(self, *, options: Options = None) -> DirectFuture[Tokenizer]:
         """The tokenizer of the base model; the first call may download it."""
-        pending_info = self._info()
+        pending_info = self._info(options)
 
-        async def load(waiting: Waiting) -> Any:
+        mirrors = self.holder.config.tokenizer_mirrors
+
+        async def load(waiting: Waiting) -> Tokenizer:
             info = await pending_info
             name = info.model_data.model_name or info.model_name or ""
             tokenizer_id = info.model_data.tokenizer_id
-            return await asyncio.to_thread(load_tokenizer, name, tokenizer_id=tokenizer_id)
+            return await asyncio.to_thread(
+                load_tokenizer, name, tokenizer_id=tokenizer_id, mirrors=mirrors
+            )
 
         return DirectFuture.of(spawn(load), "get_tokenizer")
 
     get_tokenizer_async = awaited(get_tokenizer)
 
-    def unload_model(self) -> APIFuture[types.UnloadModelResponse]:
+    def unload_model(self, *, options: Options = None) -> APIFuture[types.UnloadModelResponse]:
         """Free the model's memory on the server. Saved checkpoints stay."""
         request = types.UnloadModelRequest(model_id=self.model_id)
         kind = types.UnloadModelResponse
         return self.holder.spawn(
-            lambda waiting: self.holder.promised("unload_model", request, kind, waiting)
+            lambda waiting: self.holder.promised(
+                "unload_model", request, kind, waiting, options=options
+            )
         )
 
     unload_model_async = submitted(unload_model)
@@ -467,10 +502,11 @@ class TrainingClient:
     with_recovery_async = threaded(with_recovery)
 
     def get_console_url(self) -> str:
-        """Where a browser shows this run."""
-        return training_run_url(self.model_id)
+        """Where a browser shows this run: at its own server, or the hosted service's console."""
+        return training_run_url(self.model_id, self.holder.config.console)
 
-    def get_telemetry(self) -> Any:
+    def get_telemetry(self) -> Reporter | None:
+        """The reporter that tells the server of errors; None where telemetry is off."""
         return self.holder.reporter
 
     def __repr__(self) -> str:
@@ -482,6 +518,14 @@ class TrainingClient:
             "A TrainingClient belongs to the process that made it. Save the state and make a new "
             "client there, or pickle a SamplingClient."
         )
+
+
+def _of_second(options: Options) -> Options:
+    """The options of the second of two calls: a key is that of one."""
+    key = (options or {}).get("idempotency_key")
+    return (
+        options if options is None or key is None else {**options, "idempotency_key": f"{key}-step"}
+    )
 
 
 if TYPE_CHECKING:

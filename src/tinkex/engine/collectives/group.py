@@ -53,7 +53,9 @@ class Followers(Protocol):
         self, on: object, method: str, *args: Any, patient: bool = False
     ) -> contextlib.AbstractContextManager[None]: ...
 
-    def make(self, on: object, method: str, *args: Any, make: Callable[[], T]) -> T: ...
+    def make(
+        self, on: object, method: str, *args: Any, make: Callable[[], T], patient: bool = False
+    ) -> T: ...
 
 
 @dataclass(slots=True)
@@ -319,19 +321,28 @@ def on_every_rank(method: Callable[Concatenate[Any, P], T]) -> Callable[Concaten
 
 
 def made_on_every_rank(
-    method: Callable[Concatenate[Any, P], T],
-) -> Callable[Concatenate[Any, P], T]:
-    """As `on_every_rank`, for a result that followers keep as long as the leader does."""
+    *, patient: bool = False
+) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """As `on_every_rank`, for a result that followers keep as long as the leader does.
 
-    @functools.wraps(method)
-    def made(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        make = functools.partial(method, self, *args, **kwargs)
-        if self.group.followers is None:
-            return make()
-        thing: T = self.group.followers.make(self, method.__name__, *args, make=make)
-        return thing
+    With `patient`, the call ends when it has ended on every rank (see `Group.call`).
+    """
 
-    return made
+    def decorate(
+        method: Callable[Concatenate[Any, P], T],
+    ) -> Callable[Concatenate[Any, P], T]:
+        @functools.wraps(method)
+        def made(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            make = functools.partial(method, self, *args, **kwargs)
+            followers = self.group.followers
+            if followers is None:
+                return make()
+            thing: T = followers.make(self, method.__name__, *args, make=make, patient=patient)
+            return thing
+
+        return made
+
+    return decorate
 
 
 def form(

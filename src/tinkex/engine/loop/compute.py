@@ -22,6 +22,11 @@ class Packing(NamedTuple):
 class RunningSamples(Protocol):
     """The running sample jobs of one base model; each emits its own events."""
 
+    @property
+    def next_alone(self) -> str:
+        """The job that has the next pass to itself; empty when several share it."""
+        ...
+
     def step(self, *, look_ahead: bool) -> object:
         """Run one pass. With `look_ahead` its tokens may be told by the next step."""
         ...

@@ -179,7 +179,8 @@ class Loop:
         began = time.perf_counter()
         for sampler in self.compute.sampling():
             try:
-                with self.heartbeat.work():
+                alone = sampler.next_alone
+                with self.heartbeat.work(*([alone] if alone else [])):
                     sampler.step(look_ahead=look_ahead)
             except Exception as exc:
                 log.exception("a sampling pass failed")

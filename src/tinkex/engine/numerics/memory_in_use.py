@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tinkex.engine import control_group
+
 
 def tensor_bytes(*roots: Any) -> int:
     """Bytes of every tensor that can be reached from objects of ours."""
@@ -53,7 +55,15 @@ def _inside(item: Any) -> Iterator[Any]:
 
 
 def free_bytes() -> int:
-    """The host's memory that new allocations can take: free, or held by the file cache."""
+    """The memory of this machine, or of our container, that new allocations can take.
+
+    Free, or held by the file cache.
+    """
+    left = control_group.free_bytes()
+    return _machines() if left is None else min(left, _machines())
+
+
+def _machines() -> int:
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:

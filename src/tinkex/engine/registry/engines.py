@@ -51,6 +51,8 @@ class EngineKind:
     """Traced losses of a user may run here."""
     splits_exactly: bool
     """A pass gives the same bits however it is split, also without `deterministic`."""
+    adapter_files: tuple[str, ...]
+    """Files of an exported adapter that make it whole again."""
     note: str
     """What a person who starts a server should know about its answers."""
 
@@ -121,6 +123,7 @@ _TORCH = EngineKind(
     loads_models=True,
     custom_losses=True,
     splits_exactly=False,
+    adapter_files=("adapter_config.json", "adapter_model.safetensors"),
     note="loaded when first used",
 )
 _TOY = EngineKind(
@@ -132,6 +135,7 @@ _TOY = EngineKind(
     loads_models=False,
     custom_losses=False,
     splits_exactly=True,
+    adapter_files=("adapter_config.json", "adapter_model.npz", "manifest.json"),
     note="toy engine: for tests, its answers mean nothing",
 )
 ENGINES = {kind.name: kind for kind in (_TORCH, _TOY)}

@@ -10,7 +10,7 @@ import numpy as np
 
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.routing import ExpertCounts
-from tinkex.contract.sampling import check_vocabulary
+from tinkex.contract.sampling import check_draws, check_vocabulary
 from tinkex.contract.settings import check
 from tinkex.engine import jobs
 from tinkex.engine.numerics import routed_experts
@@ -36,5 +36,6 @@ def check_sample_job(
         )
     check(job)  # A job is both `DrawSettings` and `SampleOptions`.
     check_vocabulary(job, vocab_size)
+    check_draws(job, len(prompt))
     if job.routed_experts:
         routed_experts.require(experts, job.base_model, ROUTED_EXPERTS)

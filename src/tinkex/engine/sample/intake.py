@@ -59,6 +59,7 @@ class Intake:
                     num_reusable=scores.first_computed - 1 if scored and scores else len(prompt),
                     tenant=job.tenant,
                     folder=job.adapter_folder or "",
+                    trial=job.job_id if job.alone else "",
                     request=request,
                     index=index,
                     key=sample_key(seed, job.first_sample + index),

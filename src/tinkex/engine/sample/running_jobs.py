@@ -6,6 +6,7 @@ drawn the sampler's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -34,6 +35,9 @@ class RunningJob:
     prompt_experts: NDArray[np.int64] | None = None
     told_to_wait: bool = False
     device_s: float = 0.0
+    began_at: float = 0.0
+    drew_at: float = 0.0
+    """When it first ran, and when its first token was drawn; seconds of the epoch."""
 
     def lead(self) -> Sample:
         """The first sample, from which the others fork when its prompt is done."""
@@ -91,6 +95,8 @@ class Sample(Seq):
     def take(self, token: int, logprob: float) -> None:
         """Append what was drawn, tell it to whoever listens, and note when it is the last one."""
         request = self.request
+        if not request.drew_at:
+            request.drew_at = time.time()
         if request.max_tokens > 0:
             self.tokens.append(token)
             self.logprobs.append(logprob)
@@ -149,8 +155,19 @@ def result_of(request: RunningJob) -> jobs.SampleResult:
         num_prompt_tokens=leader.num_prompt,
         num_sampled_tokens=sum(len(sequence.tokens) for sequence in sequences),
         device_seconds=request.device_s,
+        turns=_turns(request),
         **(request.scores.result() if request.scores is not None else {}),
     )
+
+
+def _turns(request: RunningJob) -> tuple[jobs.DeviceTurn, ...]:
+    leader = request.samples[0]
+    num_computed = leader.num_prompt - leader.num_hit
+    prefill = jobs.DeviceTurn("prefill", request.began_at, request.drew_at, num_computed)
+    if not request.max_tokens:  # its prompt was scored, and nothing drawn
+        return (prefill,)
+    num_steps = max(sample.num_sampled for sample in request.samples)
+    return prefill, jobs.DeviceTurn("decode", request.drew_at, time.time(), num_steps)
 
 
 def _sequence(sample: Sample) -> jobs.SampledTokens:

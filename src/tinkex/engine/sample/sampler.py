@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -103,6 +104,10 @@ class Sampler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def next_alone(self) -> str:
+        return self.scheduler.next_trial
 
     # ------------------------------------------------------------------------------- in and out
 
@@ -220,6 +225,8 @@ class Sampler:
                 self.scheduler.add(sample)
 
     def _step(self, look_ahead: bool) -> int:
+        # A pass that nobody waits for would show its trouble in the next one, which is another's.
+        look_ahead = look_ahead and not self.scheduler.has_trial
         last, self._unread = self._unread, None
         if last is not None:
             self._pass_clock.among(len(last.samples))
@@ -311,6 +318,7 @@ class Sampler:
         for chunk in chunks:
             if (sample := sample_of(chunk)).since_s is None:
                 sample.since_s = self._pass_clock.read_s()
+                sample.request.began_at = sample.request.began_at or time.time()
             stop = chunk.start + chunk.length
             tokens += chunk.seq.tokens[chunk.start : stop]
             positions += range(chunk.start, stop)

@@ -48,6 +48,8 @@ class Seq:
     """Whose it is. Prefixes are shared within a tenant: a hit would tell what others prompted."""
     folder: str = ""
     """Where its adapter was read from; rows of one folder are neighbours in a pass."""
+    trial: str = ""
+    """Its job, if no other may share a pass with it: an engine died with that job before."""
     followers: list[Seq] = field(default_factory=list)
     """Samples of the same prompt, which fork from this one when its prompt is done."""
     num_prompt: int = field(init=False)
@@ -110,6 +112,8 @@ class Scheduler:
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []
         self._tenants: set[str] = set()  # of all that came since the last time nobody was here
+        self._trials: set[str] = set()
+        self._last_trial = ""
         self.num_preempted = 0
 
     def __len__(self) -> int:
@@ -119,6 +123,8 @@ class Scheduler:
         if not self:
             self._tenants.clear()
         self._tenants.add(seq.tenant)
+        if seq.trial:
+            self._trials.add(seq.trial)
         self.waiting.append(seq)
 
     def remove(self, seq: Seq) -> None:
@@ -133,21 +139,51 @@ class Scheduler:
         """The next pass. Decoding sequences come first, then prompts in the order admitted."""
         # Who runs is served before newcomers: the other way round a newcomer would take the block
         # that a running sequence needs now, and one of the two would be preempted at once.
+        trial = self.next_trial
         self._grow()
         self._admit()
         decoding, prefilling = [], []
-        for seq in self.running:
+        chosen = self._together(trial)
+        for seq in chosen:
             if seq.num_cached >= seq.num_prompt and len(seq.tokens) - seq.num_cached == 1:
                 decoding.append(Chunk(seq, seq.num_cached, 1))
         # Decoding is never cut short, whatever the budget: one token each costs little, and a
         # stalled stream is what users notice. Prompts share the rest, and always get something.
         room = max(self.config.max_pass_tokens - len(decoding), 1)
         in_flight: set[Key] = set()
-        for seq in self.running:
+        for seq in chosen:
             if room > 0 and (chunk := self._prefill(seq, room, in_flight)) is not None:
                 prefilling.append(chunk)
                 room -= chunk.length
         return decoding + prefilling
+
+    @property
+    def has_trial(self) -> bool:
+        """Whether a job is here that shares its passes with no other."""
+        return bool(self._trials)
+
+    @property
+    def next_trial(self) -> str:
+        """The job that has the next pass alone; empty when the next one is shared.
+
+        They take turns with those that share, so that nobody waits for the end of a trial.
+        """
+        if not self._trials:
+            return ""
+        trials = sorted({seq.trial for seq in self.running})
+        if not trials:
+            return self._next().trial if self.waiting else ""
+        return next((trial for trial in trials if trial > self._last_trial), trials[0])
+
+    def _together(self, trial: str) -> list[Seq]:
+        """The running sequences that share the next pass."""
+        if not self._trials:
+            return self.running
+        self._trials &= {seq.trial for seq in (*self.running, *self.waiting)}
+        if not any(seq.trial == trial for seq in self.running):
+            trial = self.next_trial  # all of the one before were preempted
+        self._last_trial = trial
+        return [seq for seq in self.running if seq.trial == trial]
 
     def plan_ahead(self, decoding: Sequence[Seq]) -> list[Chunk]:
         """The pass after one that is not read yet, for those of its sequences that go on.
@@ -155,6 +191,8 @@ class Scheduler:
         Empty when it cannot be planned without knowing what was drawn: a sequence that waits could
         be admitted, or there is no block for each that needs one.
         """
+        if self._trials:  # the next pass is another's
+            return []
         is_full = len(self.running) >= self.config.max_running
         if self.waiting and (not is_full or self._may_displace(self._next())):
             return []

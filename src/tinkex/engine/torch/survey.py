@@ -25,6 +25,10 @@ from tinkex.errors import TinkerError
 
 _SHOWN = 3
 """Bad tensors that are named; the others are counted."""
+LENGTH, RANK, SAMPLES = 2048, 32, 16
+"""What one user does with a model: tokens of a row, rank of the adapter, answers at a time."""
+OVERHEAD_BYTES = 2_000_000_000
+"""Runtime, kernels, logits and what the allocator cannot use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +48,7 @@ def how_it_runs(config: ModelConfig) -> str:
     return f"{config.arch}: natively ({', '.join(kinds)})"
 
 
-def survey(source: ModelSource, *, length: int = 2048, rank: int = 32) -> Iterator[Remark]:
+def survey(source: ModelSource, *, length: int = LENGTH, rank: int = RANK) -> Iterator[Remark]:
     """Check a model as a server would; memory is that of one sequence of `length` tokens."""
     try:
         config = source.config()
@@ -102,8 +106,16 @@ class Needs:
     sample: int
     """Keys, values and states of one sampled sequence."""
 
+    @property
+    def total(self) -> int:
+        """For one user who trains and samples, layers recomputed where memory is short."""
+        used = self.weights + self.adapter + self.training_recomputed + SAMPLES * self.sample
+        return used + OVERHEAD_BYTES
 
-def needs(config: ModelConfig, dtype: torch.dtype, *, length: int, rank: int) -> Needs:
+
+def needs(
+    config: ModelConfig, dtype: torch.dtype, *, length: int = LENGTH, rank: int = RANK
+) -> Needs:
     """Sized for one sequence of `length` and an adapter of `rank`."""
     targets = native_targets(config).values()
     rows = sum(t.in_size + part.stop - part.start for t in targets for part in t.parts)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from tinkex.engine.toy.model import ToyAdapter, pack_gradients
 from tinkex.errors import InvalidInputError, ModelNotFoundError
 
 MANIFEST, BALLAST = "manifest.json", "ballast.bin"
-_ARRAYS = "adapter_model.npz"
+ARRAYS = "adapter_model.npz"
 
 
 def capture(
@@ -65,7 +66,7 @@ def write(
     """Write what was captured, and as many zeros as a real adapter might have bytes."""
 
     def fill(aside: Path) -> None:
-        np.savez(aside / _ARRAYS, allow_pickle=False, **arrays)
+        np.savez(aside / ARRAYS, allow_pickle=False, **arrays)
         if ballast_bytes:
             np.zeros(ballast_bytes, np.uint8).tofile(aside / BALLAST)
 
@@ -75,6 +76,22 @@ def write(
 def read(folder: Path, *, vocab_size: int, with_optimizer: bool, has_ballast: bool) -> ToyAdapter:
     if not (folder / MANIFEST).is_file():
         raise ModelNotFoundError(f"{folder.name} is no checkpoint: {MANIFEST} is missing")
+    try:
+        adapter = _read(folder, vocab_size=vocab_size, with_optimizer=with_optimizer)
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError, BadZipFile) as exc:
+        if isinstance(exc, InvalidInputError):
+            raise
+        # The files may come from anybody, like those of the real engine.
+        cause = f"{type(exc).__name__}: {str(exc)[:200]}"
+        raise InvalidInputError(f"checkpoint {folder.name!r} is damaged: {cause}") from exc
+    if has_ballast:
+        pages = np.memmap(folder / BALLAST, np.uint8, mode="r")[::4096]
+        if pages.any():  # touches them all: they are in memory then
+            raise InvalidInputError(f"{BALLAST} of {folder.name} is damaged")
+    return adapter
+
+
+def _read(folder: Path, *, vocab_size: int, with_optimizer: bool) -> ToyAdapter:
     manifest = json.loads((folder / MANIFEST).read_text())
     if with_optimizer and not manifest["has_optimizer"]:
         raise InvalidInputError(
@@ -83,7 +100,7 @@ def read(folder: Path, *, vocab_size: int, with_optimizer: bool, has_ballast: bo
         )
     lora, optimizer = jobs.LoraSpec(**manifest["lora"]), manifest["optimizer"]
     adapter = ToyAdapter(manifest["base_model"], vocab_size, lora, optimizer)
-    with np.load(folder / _ARRAYS) as file:
+    with np.load(folder / ARRAYS) as file:
         arrays = dict(file)
         _check_digest(folder, manifest.get(DIGEST), content_of(arrays))
         adapter.load(
@@ -91,10 +108,6 @@ def read(folder: Path, *, vocab_size: int, with_optimizer: bool, has_ballast: bo
             with_optimizer=with_optimizer,
             with_gradients=manifest["has_gradients"],
         )
-    if has_ballast:
-        pages = np.memmap(folder / BALLAST, np.uint8, mode="r")[::4096]
-        if pages.any():  # touches them all: they are in memory then
-            raise InvalidInputError(f"{BALLAST} of {folder.name} is damaged")
     return adapter
 
 

@@ -199,6 +199,7 @@ class ToyCompute:
         return [self._train(job) for job in together]
 
     def _train(self, job: jobs.TrainJob) -> jobs.TrainResult:
+        began_at = time.time()
         adapter, config, loss = self._adapter(job.adapter_id), self.config, loss_of(job)
         data = [
             read_datum(datum, loss, path=f"data[{i}]", limits=self._limits)
@@ -227,5 +228,9 @@ class ToyCompute:
         )
         outputs = tuple([{"logprobs": done.logp.astype(np.float32)} for done in work])
         return jobs.TrainResult(
-            outputs=outputs, metrics=tally.metrics(), num_tokens=num_tokens, tally=tally
+            outputs=outputs,
+            metrics=tally.metrics(),
+            num_tokens=num_tokens,
+            tally=tally,
+            turns=(jobs.DeviceTurn("pass", began_at, time.time(), num_tokens),),
         )

@@ -27,7 +27,7 @@ class ToyConfig:
     adapter_bytes: int = 0
     """Weight that every checkpoint has beside its table, as a real adapter has."""
     hang_token: int = -1
-    """Training data that begins with it hangs the engine for good, as a bug would; -1: none."""
+    """Data and prompts that begin with it hang the engine for good, as a bug would; -1: none."""
     deterministic: bool = True
     """Jobs without a seed take one from their content, so that equal jobs give equal samples."""
     num_snapshots: int = 256

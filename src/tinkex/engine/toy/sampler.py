@@ -74,8 +74,16 @@ class ToySampler:
         """The most tokens that fit behind the prompt."""
         return self.config.max_context_length - len(job.prompt)
 
+    @property
+    def next_alone(self) -> str:
+        """The next job, if it is on trial; others act as if they shared their passes."""
+        job = self._waiting[self._next_tenant()][0].job
+        return job.job_id if job.alone else ""
+
     def step(self, *, look_ahead: bool) -> None:
         _, job, weights, emit = self._take(self._next_tenant())
+        while job.prompt[0] == self.config.hang_token:
+            time.sleep(1)
         attempt(job, emit, partial(self._sample, job, weights, emit))
 
     def _next_tenant(self) -> str:
@@ -123,17 +131,19 @@ class ToySampler:
     def _sample(
         self, job: jobs.SampleJob, weights: ToyAdapter, emit: jobs.Emit
     ) -> jobs.SampleResult:
-        started = time.perf_counter()
+        began_at, started = time.time(), time.perf_counter()
         max_tokens = self._room(job) if job.max_tokens is None else job.max_tokens
         seed = job.seed if job.seed is not None else self._free_seed(job)
         sequences = tuple(
             _generate(job, weights, sample_key(seed, job.first_sample + i), max_tokens)
             for i in range(job.num_samples)
         )
+        num_steps = max(len(s.tokens) for s in sequences)
         result = jobs.SampleResult(
             sequences=sequences,
             num_prompt_tokens=len(job.prompt),
             num_sampled_tokens=sum(len(s.tokens) for s in sequences),
+            turns=(jobs.DeviceTurn("decode", began_at, time.time(), num_steps),),
             prompt_cache_hit_tokens=self._prefixes.hits(
                 f"{job.tenant}\0{job.adapter_folder or ''}", job.prompt
             ),

@@ -204,6 +204,15 @@ def _kl_divergence_slopes(logp: F, x: Arrays, settings: Settings) -> tuple[F, F]
     return ratio - (q - logp) - 1, 1 - ratio
 
 
+def _reverse_kl(logp: Tensor, x: Tensors, settings: Settings) -> Tensor:
+    return (logp - x["logprobs"]) ** 2 / 2
+
+
+def _reverse_kl_slopes(logp: F, x: Arrays, settings: Settings) -> tuple[F, F]:
+    gap = logp - x["logprobs"]
+    return gap**2 / 2, gap
+
+
 FORMULAS: Mapping[str, Formula] = {
     "cross_entropy": Formula(_cross_entropy, _cross_entropy_slopes),
     "importance_sampling": Formula(_importance_sampling, _importance_sampling_slopes),
@@ -214,4 +223,5 @@ FORMULAS: Mapping[str, Formula] = {
     "dppo": Formula(_dppo, _dppo_slopes),
     "sapo": Formula(_sapo, _sapo_slopes),
     "kl_divergence": Formula(_kl_divergence, _kl_divergence_slopes),
+    "reverse_kl": Formula(_reverse_kl, _reverse_kl_slopes),
 }

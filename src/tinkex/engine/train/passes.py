@@ -9,6 +9,7 @@ Shapes: T tokens of a pass, D hidden size, L layers with experts, k experts of a
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -83,17 +84,23 @@ class PassRunner:
         for batch in self._batches(items, config):
             used: dict[tuple[str, int], Adapter] = {}
             for one in batch:
-                began = self._turn_given_at = time.perf_counter()
+                began_at, began = time.time(), time.perf_counter()
+                self._turn_given_at = began
                 away_s = self._away_s
                 with exactly(config.deterministic and self.decoder.ops.fills_rows):
                     self.run_pass(one, tasks, owners, config)
                 took_s = time.perf_counter() - began - (self._away_s - away_s)
                 # A pass is shared: each job pays for its tokens.
                 seconds_per_token = took_s / one.num_tokens
+                num_tokens: Counter[int] = Counter()
                 for item in one.items:
-                    tasks[item.job].seconds += seconds_per_token * item.length
+                    num_tokens[item.job] += item.length
                     owner = owners[item.owner]
                     used[owner, item.shard] = self._gatherer(owner, item.shard)
+                ended_at = time.time()
+                for job, count in num_tokens.items():
+                    tasks[job].seconds += seconds_per_token * count
+                    tasks[job].note_pass(began_at, ended_at, count)
                 self._let_others()
             for (owner, shard), adapter in used.items():
                 if adapter.grad is not None:

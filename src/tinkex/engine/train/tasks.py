@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tinkex.contract.losses import Loss, read_settings
 from tinkex.contract.traced import request_limit
-from tinkex.engine.jobs import Array, TracedLoss, TrainJob, TrainResult
+from tinkex.engine.jobs import Array, DeviceTurn, TracedLoss, TrainJob, TrainResult
 from tinkex.engine.metrics import Gap, Tally, fsum
 from tinkex.engine.optim.shards import deal
 from tinkex.engine.train.data import Limits, loss_of
@@ -33,6 +33,8 @@ from tinkex.engine.train.router_load import RouterLoad
 from tinkex.engine.train.scoring import Evaluate, RowRun
 from tinkex.errors import InvalidInputError, TinkerError
 
+MAX_TURNS = 64
+"""Passes of a job that are told one by one; of more, neighbours are told as one."""
 DIVERGED = (
     "the {what} not finite: the adapter has diverged or an input is extreme. Lower the learning "
     "rate, or load an earlier checkpoint. Nothing was changed."
@@ -55,6 +57,7 @@ class TrainTask:
     gaps: list[Gap] = field(init=False)
     router_load: RouterLoad = field(init=False)
     seconds: float = field(init=False)
+    turns: list[DeviceTurn] = field(init=False)
     error: TinkerError | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +69,7 @@ class TrainTask:
         self.losses, self.metrics, self.gaps = [], [], []
         self.router_load = RouterLoad()
         self.seconds = 0.0
+        self.turns = []
         self.error = None
         if self.budget is not None:
             self.budget.restart()
@@ -73,6 +77,15 @@ class TrainTask:
     @property
     def num_tokens(self) -> int:
         return sum(len(datum.tokens_T) for datum in self.data)
+
+    def note_pass(self, began_at: float, ended_at: float, num_tokens: int) -> None:
+        """Keep when a pass ran in which the job had so many tokens."""
+        if len(self.turns) == MAX_TURNS:
+            pairs = zip(self.turns[::2], self.turns[1::2], strict=True)
+            self.turns = [
+                DeviceTurn("passes", a.began_at, b.ended_at, a.size + b.size) for a, b in pairs
+            ]
+        self.turns.append(DeviceTurn("pass", began_at, ended_at, num_tokens))
 
     def needs_backward(self, datum: Prepared) -> bool:
         return self.job.backward and bool(datum.active_T.any())
@@ -100,7 +113,11 @@ class TrainTask:
         )
         outputs = tuple({"logprobs": array} for array in self.logprobs if array is not None)
         return TrainResult(
-            outputs=outputs, metrics=tally.metrics(), num_tokens=self.num_tokens, tally=tally
+            outputs=outputs,
+            metrics=tally.metrics(),
+            num_tokens=self.num_tokens,
+            tally=tally,
+            turns=tuple(self.turns),
         )
 
 

@@ -189,14 +189,14 @@ class Trainer:
         grads = {number: shard(flat) for number, flat in stored.grads.items()}
         return replace(stored, adapter=adapter, optimizer=optimizer, grads=grads)
 
-    @made_on_every_rank
+    @made_on_every_rank()
     def snapshot(self, adapter_id: str) -> Adapter:
         """The weights as they are now, for sampling while training goes on."""
         return self.find(adapter_id).adapter.frozen_copy()
 
-    @made_on_every_rank
+    @made_on_every_rank(patient=True)
     def read_snapshot(self, folder: str) -> Adapter:
-        """The weights in a folder, for sampling."""
+        """The weights in a folder, for sampling. As after a `load`, the folder may go then."""
         stored = self._read(folder, with_optimizer=False)
         adapter = stored.adapter.frozen_copy()
         adapter.content = stored.content

@@ -13,14 +13,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 from tinkex.server.administration.remembered import Remembered
+from tinkex.server.fairness.pauses import LIFTED
 from tinkex.server.guard.auth import Auth, is_configured, new_key
 from tinkex.server.guard.quotas import COUNTED, QUOTAS, Quotas, check_names
 from tinkex.server.process.problems import ApiError
+from tinkex.server.service.run_deletion import delete_run
 from tinkex.server.service.service import Service
 from tinkex.server.work.futures import Outcome
 from tinkex.store import (
     ApiKey,
     AuditEntry,
+    DeletedRun,
     Model,
     Session,
     SessionQuery,
@@ -67,9 +70,11 @@ class Administration:
         names, under_way = [user.user_id for user in users], self._under_way()
         counted, keys = await self._store.call(self._held, names)
         kept, told = self._service.kept, []
+        pauses, now = self._service.open_work.pauses, time.time()
         for user in users:
             user_id = user.user_id
             num_queued, num_running = under_way.get(user_id, (0, 0))
+            left_s = pauses.left_s(user_id)
             roles = [key.role for key in keys if key.user_id == user_id]
             told.append(
                 AdminUser(
@@ -77,6 +82,8 @@ class Administration:
                     name=user.name,
                     created_at=_moment(user.created_at),
                     disabled_at=None if user.disabled_at is None else _moment(user.disabled_at),
+                    paused_until=_moment(now + left_s) if left_s else None,
+                    pause_reason=pauses.reason(user_id),
                     is_admin="admin" in roles,
                     num_keys=len(roles),
                     num_sessions=counted["sessions"].get(user_id, 0),
@@ -175,10 +182,10 @@ class Administration:
         session = await self._store.call(self._store.sessions.get, session_id)
         if session is None:
             raise ApiError(404, f"There is no session {session_id[:200]!r}.")
-        status = {"type": "cancelled", "detail": reason or f"ended by {admin.user_id}"}
+        outcome = _ended(admin, "The session", reason)
+        status = {"type": "cancelled", "detail": outcome.error}
         await self._store.call(self._store.sessions.finish, session_id, status)
         self._service.sessions.forget(session_id)
-        outcome = _ended(admin, "The session", reason)
         num_ended = self._service.samples.stop(outcome, session_id=session_id)
         lanes = [lane for lane in self._service.lanes if lane.model.session_id == session_id]
         num_ended += sum(lane.stop(outcome) for lane in lanes)
@@ -192,14 +199,28 @@ class Administration:
         Raises:
             ApiError: 404.
         """
-        model = await self._store.call(self._store.models.get, run_id)
-        if model is None:
-            raise ApiError(404, f"There is no run {run_id[:200]!r}.")
+        model = await self._known_run(run_id)
         lane = self._service.find_lane(run_id)
         num_ended = lane.stop(_ended(admin, "The request", reason)) if lane else 0
         details = {"run_id": run_id, "reason": reason, "num_ended": num_ended}
         self._record(admin, model.user_id, "run_stopped", details)
         return num_ended
+
+    async def delete_run(self, admin: User, run_id: str) -> DeletedRun:
+        """Delete a run of any user for good.
+
+        Raises:
+            ApiError: 404; 400 while it trains.
+            InvalidInputError: It has a published checkpoint.
+        """
+        model = await self._known_run(run_id)
+        return await delete_run(self._service, model, {"by": admin.user_id})
+
+    async def _known_run(self, run_id: str) -> Model:
+        model = await self._store.call(self._store.models.get, run_id)
+        if model is None:
+            raise ApiError(404, f"There is no run {run_id[:200]!r}.")
+        return model
 
     async def stop_user(self, admin: User, user_id: str, reason: str = "") -> int:
         """End everything a user has queued and running; gives how many requests that was."""
@@ -234,6 +255,12 @@ class Administration:
         await self._store.call(self._store.accounts.disable, user_id, None)
         self._auth.forget()
         self._record(admin, user_id, "user_enabled", {})
+
+    async def lift_pause(self, admin: User, user_id: str) -> None:
+        """Forget what is held against a user whose work ended workers; it runs again at once."""
+        await self.known_user(user_id)
+        if self._service.open_work.pauses.lift(user_id):
+            self._record(admin, user_id, LIFTED, {})
 
     async def set_quotas(
         self, admin: User, user_id: str, changes: dict[str, float | None]
@@ -366,10 +393,6 @@ class Administration:
         """Record a login: a key exchanged for a token, or the console opened."""
         self._store.audit.record(user_id, "login", {"by": by, "address": address})
 
-    def note_refused_address(self, address: str) -> None:
-        """Record that an address tries keys that do not exist, and is put off."""
-        self._store.audit.record(NOBODY, "login_refused", {"address": address})
-
     def _record(self, admin: User, user_id: str, event: str, details: dict[str, Any]) -> None:
         self._store.audit.record(user_id, event, {"by": admin.user_id, **details})
 
@@ -381,4 +404,4 @@ def _moment(at: float) -> datetime:
 def _ended(admin: User, what: str, reason: str) -> Outcome:
     """The outcome for a client whose work was ended: it must not try the same again."""
     told = f"{what} was ended by an administrator ({admin.user_id})"
-    return Outcome(error=f"{told}: {reason}" if reason else f"{told}.", category="user")
+    return Outcome(error=f"{told}: {reason}." if reason else f"{told}.", category="user")

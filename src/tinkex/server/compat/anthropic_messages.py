@@ -45,7 +45,7 @@ class MessagesRequest(Conversing):
     harmless: ClassVar[frozenset[str]] = frozenset(
         {"metadata", "service_tier", "context_management", "betas", "container"}
     )
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    max_tokens: fields.NumTokens
     kept: ClassVar[frozenset[str]] = frozenset({"model", "stream"})
     messages: Annotated[list[_Turn], *listing(fields.MAX_MESSAGES, 1)]
     system: fields.Text | Blocks | None = None
@@ -54,7 +54,7 @@ class MessagesRequest(Conversing):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    mcp_servers: list[Any] | None = None
+    mcp_servers: Annotated[list[Any], *listing(fields.MAX_TOOLS)] | None = None
 
     def unheeded(self) -> set[str]:
         blocks = [b for m in self.messages if isinstance(m.content, list) for b in m.content]
@@ -117,7 +117,7 @@ class MessagesRequest(Conversing):
 
 
 class CountRequest(MessagesRequest):
-    max_tokens: int = 1
+    max_tokens: fields.NumTokens = 1
 
 
 def _tool(given: dict[str, Any], path: str) -> Tool:

@@ -14,6 +14,7 @@ from tinkex.engine.jobs import ModelInfo
 from tinkex.errors import InvalidInputError
 from tinkex.server.fairness.gate import FairGate
 from tinkex.server.process.problems import ApiError
+from tinkex.server.sandbox.sandbox import Sandbox
 from tinkex.server.workers.catalog import Catalog
 from tinkex.store import User
 
@@ -41,6 +42,12 @@ class ChatFormat:
         ends = self.end_ids.difference(conversation.heard_ids)
         self.silent_ids = conversation.silent_ids | ends
         """What says nothing in a chat."""
+
+    def within(self, info: ModelInfo) -> ChatFormat:
+        """The same for a context of another length."""
+        if info.max_context_length == self.info.max_context_length:
+            return self
+        return ChatFormat(info, self.chat)
 
     def rendered(self, text: str) -> array[int]:
         """The tokens of a conversation in the model's own format, as `tokens` gives them."""
@@ -76,8 +83,9 @@ class ChatFormat:
 
 
 class ChatFormats:
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, sandbox: Sandbox) -> None:
         self._catalog = catalog
+        self._sandbox = sandbox
         self._turns = FairGate(LARGE_AT_ONCE)
         self._loading: dict[str, asyncio.Task[ChatFormat]] = {}
 
@@ -87,7 +95,9 @@ class ChatFormats:
         if task is None or (task.done() and task.exception() is not None):
             task = self._loading[name] = asyncio.create_task(self._load(name))
         # Others wait for the same task; a caller who goes away must not cancel it for them.
-        return await asyncio.shield(task)
+        chat_format = await asyncio.shield(task)
+        info = await self._catalog.info(base_model)
+        return chat_format if info is None else chat_format.within(info)
 
     async def aside(self, user: User, size: int, work: Callable[..., T], *args: Any) -> T:
         """Render or tokenize a text of so many characters beside the event loop.
@@ -96,6 +106,17 @@ class ChatFormats:
         """
         async with self._turns.slot(user.user_id, size):
             return await asyncio.to_thread(work, *args)
+
+    def sandboxed(self, user: User) -> Callable[..., str]:
+        """`template.render` in the sandbox, in the turn of a user; to be called on a thread."""
+        loop = asyncio.get_running_loop()
+
+        def render(template: str, **facts: Any) -> str:
+            job = self._sandbox.run(user.user_id, "render", {"template": template, **facts})
+            rendered: str = asyncio.run_coroutine_threadsafe(job, loop).result()
+            return rendered
+
+        return render
 
     async def _load(self, name: str) -> ChatFormat:
         info = await self._catalog.info(name, timeout_s=LOAD_S)

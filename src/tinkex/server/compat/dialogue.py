@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
+from pydantic import Field
 
 from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece, joined
 from tinkex.chat.template import TooLongError
+from tinkex.contract.cost import Cost
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat import fields
 from tinkex.server.compat.chat_formats import LARGE_TEXT, ChatFormat, ChatFormats
@@ -25,6 +27,7 @@ from tinkex.server.compat.fields import SamplingFields
 from tinkex.server.compat.model_names import SampleTarget
 from tinkex.server.compat.running_sample import NewTokens, RunningSample, SampleSpec
 from tinkex.server.compat.trajectories import (
+    MAX_ID,
     RecordedPrefix,
     TrajectoryRecorder,
     fresh,
@@ -36,7 +39,7 @@ from tinkex.server.http.dependencies import service_of
 from tinkex.server.process.off_loop import off_loop
 from tinkex.store import User
 from tinkex.types import SampledSequence, SampleResponse, TopkLogprobs
-from tinkex.wire.budget import JsonShape, json_shape, quick_json_shape
+from tinkex.wire.budget import json_cost, quick_json_cost
 
 T = TypeVar("T")
 C = TypeVar("C", bound="Conversing")
@@ -95,8 +98,8 @@ class Asked:
             calls += message.tool_calls
         fields.at_most(len(calls), fields.MAX_ALL_CALLS, "calls of tools in all", "messages")
         given = [call.arguments.encode("utf-8", "surrogatepass") for call in calls]
-        if exceeded := _together(map(quick_json_shape, given)):
-            exceeded = _together(map(json_shape, given))
+        if exceeded := _together(map(quick_json_cost, given)):
+            exceeded = _together(map(json_cost, given))
         if exceeded:
             raise InvalidInputError(
                 f"the arguments of the calls have {exceeded}; leave out earlier calls, or send "
@@ -109,17 +112,9 @@ class Asked:
         return replace(self, messages=(), tools=[tool.outline() for tool in self.tools])
 
 
-def _together(shapes: Iterable[JsonShape]) -> str:
-    """Which bound the arguments of all calls exceed, in words; empty when none."""
-    found = [*shapes]
-    return fields.CONVERSATION.exceeded(
-        JsonShape(
-            sum(shape.containers for shape in found),
-            sum(shape.keys for shape in found),
-            sum(shape.commas for shape in found),
-            max((shape.depth for shape in found), default=0),
-        )
-    )
+def _together(costs: Iterable[Cost]) -> str:
+    """Which limit the arguments of all calls exceed, in words; empty when none."""
+    return fields.CONVERSATION.exceeded(sum(costs, Cost()))
 
 
 class Conversing(SamplingFields):
@@ -127,7 +122,7 @@ class Conversing(SamplingFields):
 
     turns: ClassVar[str] = "messages"
     """The field that has the messages."""
-    trajectory: str | None = None
+    trajectory: Annotated[str, Field(max_length=MAX_ID)] | None = None
 
     @classmethod
     def check_counts(cls, body: Mapping[str, Any]) -> None:
@@ -180,7 +175,8 @@ async def _fresh(
     if size < LARGE_TEXT and not asked.tools:
         with suppress(TooLongError):
             return fresh(asked, chat_format, max_seconds=MOMENT_S)
-    return await chat_formats.aside(user, size, fresh, asked, chat_format)
+    render = chat_formats.sandboxed(user)
+    return await chat_formats.aside(user, size, fresh, asked, chat_format, render)
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ A field is honoured, refused with words, or named in the answer's `x-tinkex-igno
 last is only for fields that cannot change what is answered, such as a note of the caller's own.
 
 A body of 400 bytes can unpack into a hundred thousand objects. So its lists, objects, keys and
-values are counted before any of them is built (`JsonBounds`); then it waits for room for what it
+values are counted before any of them is built (`Cost`); then it waits for room for what it
 becomes, then for one of a few turns, fair between users; only then is it parsed and checked, on a
 thread. A body of few parts, as most are, is read at once.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from fastapi import Request
@@ -27,6 +27,8 @@ from pydantic import (
 )
 
 from tinkex.contract import sampling
+from tinkex.contract.bounds import Between
+from tinkex.contract.cost import SAMPLE, Cost
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.http.bodies import parse_in_turn, read_body, reserve_parsed
 from tinkex.server.process.off_loop import LARGE_BYTES, off_loop
@@ -34,10 +36,9 @@ from tinkex.types.fields.bounds import listing
 from tinkex.wire import json_codec
 from tinkex.wire.budget import (
     CHECKED,
-    JsonShape,
-    json_shape,
+    json_cost,
     parsed_json_bytes,
-    quick_json_shape,
+    quick_json_cost,
 )
 
 IGNORED_HEADER = "x-tinkex-ignored"
@@ -59,6 +60,11 @@ _PLAIN = re.compile(r"[A-Za-z][\w-]{0,63}", re.ASCII)
 
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
+Word = Annotated[str, Field(max_length=256)]
+"""A name or an id that is passed on, or refused."""
+NumTokens = Annotated[int, Between(1, 2**31 - 1, becomes="result_bytes")]
+NumAnswers = Annotated[int, Between(1, MAX_ANSWERS, becomes="result_bytes")]
+NumLikeliest = Annotated[int, Between(0, 20, becomes="result_bytes")]
 
 
 def _stops(value: Any) -> Any:
@@ -101,32 +107,10 @@ The first wrong one ends the check, which pydantic's own of a dictionary does no
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JsonBounds:
-    """How much JSON a body may hold, texts aside: counted in its bytes, before it is parsed."""
-
-    containers: int
-    keys: int
-    values: int
-    depth: int
-
-    def exceeded(self, shape: JsonShape) -> str:
-        """The first bound that does not hold, in words; empty when all do."""
-        for count, most, what in (
-            (shape.containers, self.containers, "lists and objects"),
-            (shape.keys, self.keys, "keys"),
-            (shape.num_values, self.values, "values"),
-            (shape.depth, self.depth, "levels of lists and objects in each other"),
-        ):
-            if count > most:
-                return f"{count} {what}, the limit is {most}"
-        return ""
-
-
-CONVERSATION = JsonBounds(containers=50_000, keys=150_000, values=250_000, depth=64)
+CONVERSATION = replace(SAMPLE, containers=50_000, keys=150_000, values=250_000, depth=64)
 """Four thousand messages of an agent, in parts and with two thousand calls, have 20,000 objects."""
-AT_ONCE = JsonBounds(containers=512, keys=2048, values=4096, depth=64)
-"""What is read on the event loop: a millisecond or two."""
+AT_ONCE = Cost(sent_bytes=LARGE_BYTES, containers=512, keys=2048, values=4096, depth=64)
+"""Read on the event loop: a millisecond or two."""
 
 
 class ForeignBody(BaseModel):
@@ -135,7 +119,8 @@ class ForeignBody(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
     harmless: ClassVar[frozenset[str]] = frozenset()
     """Fields without influence on the answer."""
-    bounds: ClassVar[JsonBounds] = CONVERSATION
+    limit: ClassVar[Cost] = CONVERSATION
+    """The most that a request may cost. JSON of any form in its fields is held to it, too."""
     fewer: ClassVar[str] = "fewer or shorter messages, calls or tools"
     """What to send less of when there is too much."""
     kept: ClassVar[frozenset[str]] = frozenset()
@@ -212,15 +197,15 @@ async def read(request: Request, kind: type[B], then: Callable[[B], T]) -> T:
     """
     raw = await read_body(request)
     is_small = len(raw) < LARGE_BYTES
-    shape = quick_json_shape(raw) if is_small else None
-    if shape is None or AT_ONCE.exceeded(shape):
-        shape = await off_loop(len(raw), json_shape, raw)
-    if exceeded := kind.bounds.exceeded(shape):
+    cost = quick_json_cost(raw) if is_small else None
+    if cost is None or AT_ONCE.exceeded(cost):
+        cost = await off_loop(len(raw), json_cost, raw)
+    if exceeded := kind.limit.exceeded(cost):
         raise InvalidInputError(f"the body has {exceeded}; send {kind.fewer}")
-    await reserve_parsed(request, parsed_json_bytes(raw, shape, CHECKED))
-    if is_small and not AT_ONCE.exceeded(shape):
+    await reserve_parsed(request, parsed_json_bytes(raw, cost, CHECKED))
+    if is_small and not AT_ONCE.exceeded(cost):
         return _judged(raw, kind, then)
-    return await parse_in_turn(request, len(raw) + shape.num_values, _judged, raw, kind, then)
+    return await parse_in_turn(request, len(raw) + cost.values, _judged, raw, kind, then)
 
 
 def _judged(raw: bytes, kind: type[B], then: Callable[[B], T]) -> T:

@@ -18,7 +18,8 @@ from tinkex.server.compat.chat_formats import ChatFormats
 from tinkex.server.compat.dependencies import CompatDependencies
 from tinkex.server.compat.model_names import ModelNames
 from tinkex.server.compat.trajectories import TrajectoryRecorder
-from tinkex.server.guard.callers import PREFIXES
+from tinkex.server.guard.callers import ANTHROPIC, PREFIXES
+from tinkex.server.sandbox.sandbox import Sandbox
 from tinkex.server.service.service import Service
 from tinkex.store import User
 
@@ -30,22 +31,23 @@ def endpoints() -> dict[str, Callable[[Request, User], Awaitable[Response]]]:
     routers = [(prefix, module.router) for prefix in PREFIXES for module in _MODULES]
     return {
         f"{prefix}{route.path}": route.endpoint
-        for prefix, router in (*routers, ("", anthropic_messages.router))
+        for prefix, router in (*routers, *((p, anthropic_messages.router) for p in ("", ANTHROPIC)))
         for route in router.routes
         if isinstance(route, APIRoute) and route.methods == {"POST"}
     }
 
 
-def install(app: FastAPI, service: Service) -> CompatDependencies:
+def install(app: FastAPI, service: Service, sandbox: Sandbox) -> CompatDependencies:
     """Mount the routes; sets `compat` on `app.state`."""
     compat = app.state.compat = CompatDependencies(
         ModelNames(service),
-        ChatFormats(service.catalog),
+        ChatFormats(service.catalog, sandbox),
         TrajectoryRecorder(service.store, service.shelf),
     )
     for prefix in PREFIXES:
         for module in _MODULES:
             app.include_router(module.router, prefix=prefix, include_in_schema=prefix == "/v1")
     app.include_router(anthropic_messages.router)
+    app.include_router(anthropic_messages.router, prefix=ANTHROPIC, include_in_schema=False)
     app.include_router(records.router)
     return compat

@@ -1,23 +1,31 @@
-"""Which weights a model name means: a base model, an alias, a checkpoint, or a name of the user's.
+"""Which weights a model name means: a base model, a checkpoint, a name, a run.
 
-The adapter named is the adapter served: a name that is none of these is refused, never answered by
-a base model.
+The order is `ModelNames.target`'s, for OpenAI clients, the console and the command line alike. The
+adapter named is the adapter served: a name that is none of these is refused, never answered by a
+base model.
 """
 
 from __future__ import annotations
 
+import difflib
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.process.problems import ApiError
+from tinkex.server.runs.descriptions import name_of
 from tinkex.server.service.service import Service
-from tinkex.store import User
+from tinkex.store import Checkpoint, User
 from tinkex.types.account.checkpoints import is_tinker_path
 
 MAX_LISTED = 1000
 MAX_KNOWN = 10_000
 KNOWN_S = 1.0
+MAX_SEGMENTS = 20
+"""Of a run, that are asked for checkpoints in a list of all runs."""
+SAMPLED_KINDS = ("sampler_weights", "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,15 @@ class SampleTarget:
     """As the caller wrote it."""
     base_model: str
     model_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A name in the list of models, and the checkpoint that it means."""
+
+    name: str
+    checkpoint: Checkpoint | None = None
+    kind: Literal["base", "name", "run", "checkpoint"] = "base"
 
 
 class ModelNames:
@@ -42,7 +59,11 @@ class ModelNames:
         self._known: dict[tuple[str, str], tuple[float, SampleTarget]] = {}
 
     async def target(self, user: User, name: str) -> SampleTarget:
-        """The weights behind a name.
+        """The weights behind a name, which is the first of these that there is.
+
+        A `tinker://` path; a name that the user gave to a checkpoint; a base model; the user's
+        newest run of that name, or the run of that id, by its last checkpoint. So a base model
+        stays one whatever a run is called.
 
         Raises:
             ApiError: 404, with what there is.
@@ -62,35 +83,133 @@ class ModelNames:
 
     async def _find(self, user: User, name: str) -> SampleTarget:
         service, path = self._service, name
+        base, semicolon, behind = name.partition(";")
+        if semicolon and is_tinker_path(behind):
+            return await self._on_base(user, name, base, behind)
         if not is_tinker_path(name):
             named = await service.store.call(service.store.names.get, user.user_id, name)
-            if named is None:
-                return SampleTarget(name, _base(service, name))
-            path = named.path
+            of_run = None
+            if named is None and name not in service.catalog.names:
+                of_run = await self._of_run(user, name)
+            if named is None and of_run is None:
+                base = await self._base(user, name)
+                await service.catalog.check_context(base, path="model")
+                return SampleTarget(name, base)
+            path = named.path if named else of_run or ""
         found = await service.shelf.readable(path, user)
         return SampleTarget(name, found.base_model, path)
 
-    async def listed(self, user: User) -> list[SampleTarget]:
-        """Every model of the caller: base models, names, sampler checkpoints; newest last."""
+    async def _of_run(self, user: User, name: str) -> str | None:
+        """The last weights of a run by its name or id; None when no run is called that."""
         store = self._service.store
-        found = [SampleTarget(name, name) for name in self._service.catalog.names]
-        for named in await store.call(store.names.of_user, user.user_id):
-            found.append(SampleTarget(named.name, "", named.path))
+        run = await store.call(store.models.get, name)
+        if run is None or run.user_id != user.user_id:
+            run = await store.call(store.models.named, user.user_id, name)
+        if run is None:
+            return None
+        ids = [segment.model_id for segment in await store.call(store.models.segments, run)]
+        last = {
+            kind: await store.call(store.checkpoints.last_of_runs, ids, kind)
+            for kind in SAMPLED_KINDS
+        }
+        if (checkpoint := _last(last, ids)) is not None:
+            return checkpoint.path
+        raise ApiError(
+            404,
+            f"The run {name[:200]!r} has no checkpoint yet. Let it train to its first one.",
+            code="model_not_found",
+            path="model",
+        )
+
+    async def _base(self, user: User, name: str) -> str:
+        """A base model; the refusal of another name says which names are near to it."""
+        store = self._service.store
+        try:
+            return _base(self._service, name)
+        except ApiError:
+            names = await store.call(store.names.of_user, user.user_id)
+            runs = await store.call(store.models.names, user.user_id, MAX_LISTED)
+            known = [*(one.name for one in names), *runs, *self._service.catalog.names]
+            near = difflib.get_close_matches(name[:200], known, n=3, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise _unknown(self._service, name, hint) from None
+
+    async def _on_base(self, user: User, name: str, base: str, path: str) -> SampleTarget:
+        """`BASE;PATH`: a checkpoint with the context that the name of its base model asks for."""
+        found, catalog = await self._service.shelf.readable(path, user), self._service.catalog
+        if catalog.resolve(_base(self._service, base)) != catalog.resolve(found.base_model):
+            raise ApiError(
+                400,
+                f"{path} was trained on {found.base_model!r}, not on {base[:200]!r}.",
+                path="model",
+            )
+        await catalog.check_context(base, path="model")
+        return SampleTarget(name, base, path)
+
+    async def listed(self, user: User) -> list[ListedModel]:
+        """Every model of the caller: base models, names, runs, checkpoints; the newest first."""
+        store = self._service.store
+        found = [ListedModel(name) for name in self._service.catalog.names]
         rows, _ = await store.call(store.checkpoints.page, user.user_id, MAX_LISTED, 0)
+        by_path = {row.path: row for row in rows}
+        for named in await store.call(store.names.of_user, user.user_id):
+            row = by_path.get(named.path) or await store.call(store.checkpoints.get, named.path)
+            # One that was shared when it was named may be its owner's alone by now.
+            if row is not None and (row.public or row.user_id == user.user_id):
+                found.append(ListedModel(named.name, row, "name"))
+        taken = {one.name for one in found}
+        found += await store.call(self._runs, user.user_id, taken)
         sampled = [row for row in rows if row.kind != "external_weights"]
-        return found + [SampleTarget(row.path, row.base_model, row.path) for row in sampled]
+        return found + [ListedModel(row.path, row, "checkpoint") for row in sampled]
+
+    def _runs(self, user_id: str, taken: set[str]) -> list[ListedModel]:
+        """The runs of a user that have a checkpoint, by name, unless it means something else."""
+        store = self._service.store
+        models, _ = store.models.page(user_id, MAX_LISTED, 0)
+        sessions = store.sessions.by_id({model.session_id for model in models})
+        segments = {
+            one.model_id: [one.model_id]
+            if one.first_run_id is None
+            else [segment.model_id for segment in store.models.segments(one)][-MAX_SEGMENTS:]
+            for one in models
+        }
+        every = [run_id for ids in segments.values() for run_id in ids]
+        last = {kind: store.checkpoints.last_of_runs(every, kind) for kind in SAMPLED_KINDS}
+        found: dict[str, ListedModel | None] = dict.fromkeys(taken)
+        for model in models:
+            session = sessions.get(model.session_id)
+            name = name_of(model, session.display_name if session else None)
+            if name is not None and name not in found:
+                checkpoint = _last(last, segments[model.model_id])
+                # The newest run of a name is meant by it, also one without a checkpoint.
+                found[name] = ListedModel(name, checkpoint, "run") if checkpoint else None
+        return [listed for listed in found.values() if listed is not None]
+
+
+def _last(
+    last: Mapping[str, Mapping[str, Checkpoint]], segment_ids: Sequence[str]
+) -> Checkpoint | None:
+    """The newest checkpoint of a run: one to sample from, else one to train on from."""
+    for kind in SAMPLED_KINDS:
+        if saved := [last[kind][run_id] for run_id in segment_ids if run_id in last[kind]]:
+            return saved[-1]
+    return None
 
 
 def _base(service: Service, name: str) -> str:
     try:
         service.catalog.resolve(name)
     except InvalidInputError as exc:
-        raise ApiError(
-            404,
-            f"The model {name[:200]!r} does not exist here. Base models: "
-            f"{', '.join(service.catalog.names)}. A checkpoint goes by its tinker:// path, or by "
-            "a name that `tinkex checkpoint name` gave it.",
-            code="model_not_found",
-            path="model",
-        ) from exc
+        raise _unknown(service, name) from exc
     return name
+
+
+def _unknown(service: Service, name: str, hint: str = "") -> ApiError:
+    return ApiError(
+        404,
+        f"The model {name[:200]!r} does not exist here.{hint} Base models: "
+        f"{', '.join(service.catalog.names)}. A run goes by its name, a checkpoint by its "
+        "tinker:// path, or by a name that `tinkex checkpoint name` gave it.",
+        code="model_not_found",
+        path="model",
+    )

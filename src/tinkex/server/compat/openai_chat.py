@@ -19,11 +19,13 @@ from tinkex.server.compat import fields, replies
 from tinkex.server.compat.dependencies import compat_of
 from tinkex.server.compat.dialogue import Asked, Conversing, Dialogue, ModelAnswer, converse
 from tinkex.server.compat.fields import Stops
+from tinkex.server.compat.model_names import ListedModel
 from tinkex.server.compat.openai_shapes import chat_logprobs, usage
 from tinkex.server.compat.replies import event
 from tinkex.server.compat.running_sample import check_told
 from tinkex.server.guard.auth import CurrentUser
 from tinkex.server.http.handlers import answer
+from tinkex.server.http.inputs import Text
 from tinkex.types import SampledSequence, SampleResponse
 from tinkex.types.fields.bounds import listing
 
@@ -103,14 +105,14 @@ class ChatRequest(Conversing):
         "model n stream stream_options logprobs top_logprobs return_token_ids".split()
     )
     messages: Annotated[list[ChatMessage], *listing(fields.MAX_MESSAGES, 1)]
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    n: Annotated[int, Field(ge=1, le=fields.MAX_ANSWERS)] | None = 1
+    max_tokens: fields.NumTokens | None = None
+    max_completion_tokens: fields.NumTokens | None = None
+    n: fields.NumAnswers | None = 1
     stop: Stops | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: fields.NumLikeliest | None = None
     tools: Annotated[list[ChatTool], *listing(fields.MAX_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: fields.Word | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     response_format: dict[str, Any] | None = None
     presence_penalty: float | None = 0
@@ -207,7 +209,7 @@ def _words(content: str | list[_Part] | None) -> str:
 
 @router.get("/models")
 async def list_models(request: Request, user: CurrentUser) -> Response:
-    """Base models, aliases, the caller's named checkpoints and checkpoints."""
+    """Base models, aliases, and the caller's named checkpoints, runs and checkpoints."""
     found = await compat_of(request).names.listed(user)
     # Anthropic's clients list models at the same path, with this header.
     if "anthropic-version" in request.headers:
@@ -222,13 +224,22 @@ async def list_models(request: Request, user: CurrentUser) -> Response:
                 "last_id": found[-1].name if found else None,
             }
         )
-    return answer({"object": "list", "data": [_model(target.name) for target in found]})
+    return answer({"object": "list", "data": [_listed(model) for model in found]})
 
 
 @router.get("/models/{name:path}")
-async def get_model(request: Request, user: CurrentUser, name: str) -> Response:
+async def get_model(request: Request, user: CurrentUser, name: Text) -> Response:
     target = await compat_of(request).names.target(user, name)
     return answer({**_model(name), "base_model": target.base_model, "path": target.model_path})
+
+
+def _listed(model: ListedModel) -> dict[str, Any]:
+    """A model as OpenAI lists it; a checkpoint is a fine-tune of its base, in vLLM's two words."""
+    shown, checkpoint = _model(model.name), model.checkpoint
+    if checkpoint is None:
+        return {**shown, "root": model.name, "parent": None}
+    fine_tuned = {"created": int(checkpoint.created_at), "owned_by": checkpoint.user_id}
+    return {**shown, **fine_tuned, "root": checkpoint.path, "parent": checkpoint.base_model}
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -11,19 +11,21 @@ import secrets
 import time
 from array import array
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
 
+from tinkex.contract import sampling
+from tinkex.contract.bounds import Between
+from tinkex.contract.cost import NOTHING, Cost
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat import fields, replies
 from tinkex.server.compat.chat_formats import LARGE_TEXT, ChatFormat
 from tinkex.server.compat.dependencies import compat_of
 from tinkex.server.compat.dialogue import find_model
-from tinkex.server.compat.fields import JsonBounds, SamplingFields, Stops
+from tinkex.server.compat.fields import SamplingFields, Stops
 from tinkex.server.compat.model_names import SampleTarget
 from tinkex.server.compat.openai_shapes import likeliest, usage
 from tinkex.server.compat.replies import event
@@ -42,8 +44,7 @@ router = APIRouter(tags=["openai"])
 MAX_PROMPTS = 1024
 BEGUN_AT_ONCE = 4
 """Samples of one request that begin before others have their turn at the event loop."""
-MAX_LOGPROBS = 20
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+Token = Annotated[int, Between(0, below=2**31, becomes=NOTHING)]
 Tokens = Annotated[list[Token], *listing(2_000_000)]
 Prompt = fields.Text | Tokens
 
@@ -52,17 +53,17 @@ class CompletionRequest(SamplingFields):
     """A text to go on from, or to score."""
 
     harmless: ClassVar[frozenset[str]] = frozenset({"user"})
-    bounds: ClassVar[JsonBounds] = JsonBounds(
-        containers=4 * MAX_PROMPTS, keys=4 * MAX_PROMPTS, values=1_500_000, depth=64
+    limit: ClassVar[Cost] = replace(
+        fields.CONVERSATION, containers=4 * MAX_PROMPTS, keys=4 * MAX_PROMPTS, values=1_500_000
     )
     fewer: ClassVar[str] = "fewer prompts or tokens per request"
     prompt: Prompt | Annotated[list[Prompt], *listing(MAX_PROMPTS)]
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = 16
-    n: Annotated[int, Field(ge=1, le=fields.MAX_ANSWERS)] | None = 1
+    max_tokens: sampling.MaxTokens | None = 16
+    n: fields.NumAnswers | None = 1
     stop: Stops | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: fields.NumLikeliest | None = None
     echo: bool | None = False
-    best_of: int | None = None
+    best_of: fields.NumAnswers | None = None
     suffix: fields.Text | None = None
     presence_penalty: float | None = 0
     frequency_penalty: float | None = 0

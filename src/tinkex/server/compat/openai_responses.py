@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, Self
 
 import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
 
 from tinkex.chat.messages import Message, Tool, ToolCall
 from tinkex.chat.reading import Piece
@@ -46,13 +45,13 @@ class ResponsesRequest(Conversing):
     )
     input: fields.Text | Annotated[list[dict[str, Any]], *listing(fields.MAX_MESSAGES)]
     instructions: fields.Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_output_tokens: fields.NumTokens | None = None
     tools: Annotated[list[dict[str, Any]], *listing(fields.MAX_TOOLS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: fields.Word | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    previous_response_id: str | None = None
+    previous_response_id: fields.Word | None = None
     conversation: Any = None
     background: bool | None = None
 

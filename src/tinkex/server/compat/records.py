@@ -15,6 +15,7 @@ from tinkex.errors import InvalidInputError
 from tinkex.server.compat.dependencies import Names, Trajectories
 from tinkex.server.compat.trajectories import check_id
 from tinkex.server.http.handlers import Answer, serve
+from tinkex.server.http.inputs import Text
 from tinkex.server.process.problems import ApiError
 from tinkex.server.service.service import Service
 from tinkex.store import Store, TrajectoryAnswer, User
@@ -29,7 +30,7 @@ router = APIRouter(prefix="/api/v1", tags=["records"])
 
 
 @serve(router, "get_trajectory")
-async def get_trajectory(trajectories: Trajectories, user: User, trajectory_id: str) -> Response:
+async def get_trajectory(trajectories: Trajectories, user: User, trajectory_id: Text) -> Response:
     """Every answer of a recorded conversation: tokens, logprobs, and which answer it follows."""
     found = await trajectories.answers(user, trajectory_id)
     if not found:
@@ -39,7 +40,7 @@ async def get_trajectory(trajectories: Trajectories, user: User, trajectory_id: 
 
 @serve(router, "delete_trajectory")
 async def delete_trajectory(
-    store: Store, user: User, trajectory_id: str
+    store: Store, user: User, trajectory_id: Text
 ) -> DeleteTrajectoryResponse:
     removed = await store.call(store.trajectories.remove, user.user_id, check_id(trajectory_id))
     return DeleteTrajectoryResponse(trajectory_id=trajectory_id, num_answers=removed)
@@ -92,7 +93,7 @@ async def give_name(
 
 
 @serve(router, "remove_checkpoint_name")
-async def remove_name(store: Store, names: Names, user: User, name: str) -> RemoveNameResponse:
+async def remove_name(store: Store, names: Names, user: User, name: Text) -> RemoveNameResponse:
     if not await store.call(store.names.remove, user.user_id, name):
         raise ApiError(404, f"No checkpoint of yours is named {name[:200]!r}.")
     names.forget(user, name)

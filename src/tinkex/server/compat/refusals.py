@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 from fastapi import Response
 
-from tinkex.server.guard.callers import is_foreign
+from tinkex.server.guard.callers import ANTHROPIC, is_foreign
 
 _MESSAGES = "/v1/messages"
 # Not Content-Length, which is that of the body in our own words.
@@ -38,7 +38,7 @@ def in_their_words(path: str, ours: Response) -> Response:
     """An error answer as the API at `path` would give it; our own paths keep ours."""
     if not is_foreign(path):
         return ours
-    said = anthropic_error if path.startswith(_MESSAGES) else openai_error
+    said = anthropic_error if path.startswith((_MESSAGES, ANTHROPIC)) else openai_error
     return Response(
         orjson.dumps(said(ours)),
         status_code=ours.status_code,

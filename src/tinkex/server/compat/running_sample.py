@@ -56,7 +56,7 @@ class SampleSpec:
         where = (
             {"base_model": target.base_model}
             if target.model_path is None
-            else {"model_path": target.model_path}
+            else {"model_path": target.model_path, "base_model": target.base_model}
         )
         body = {
             **where,

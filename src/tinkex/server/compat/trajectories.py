@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import orjson
 from fastapi import Request
 
 from tinkex.chat.messages import Message
+from tinkex.chat.template import render
 from tinkex.errors import InvalidInputError
 from tinkex.server.compat.chat_formats import ChatFormat, ChatFormats
 from tinkex.server.compat.running_sample import SampleSpec
@@ -66,6 +68,7 @@ class TrajectoryRecorder:
         """
         assert asked.trajectory is not None
         kept, trajectory_id = self._store.trajectories, check_id(asked.trajectory)
+        self._shelf.disk_quota.require(user.user_id)
         num_answers, size = await self._store.call(kept.extent, user.user_id, trajectory_id)
         total = await self._store.call(kept.size_of_user, user.user_id)
         if (
@@ -80,8 +83,9 @@ class TrajectoryRecorder:
                 path="trajectory",
             )
         known = await self.answers(user, trajectory_id)
+        render = chat_formats.sandboxed(user)
         return await chat_formats.aside(
-            user, size + asked.num_characters, _recording, asked, chat_format, known
+            user, size + asked.num_characters, _recording, asked, chat_format, known, render
         )
 
     async def record(
@@ -150,19 +154,29 @@ def tokens_of(answer: TrajectoryAnswer, known: Sequence[TrajectoryAnswer]) -> li
     return [int(token) for token in np.frombuffer(b"".join(reversed(parts)), "<i4")]
 
 
-def fresh(asked: Asked, chat_format: ChatFormat, **limits: float) -> RecordedPrefix:
+def fresh(
+    asked: Asked,
+    chat_format: ChatFormat,
+    render: Callable[..., str] = render,
+    **limits: float,
+) -> RecordedPrefix:
     """A prompt that goes on from nothing."""
     options = {**asked.options, **limits}
-    text = chat_format.chat.text(asked.messages, asked.tools, generate=True, **options)
+    text = chat_format.chat.text(
+        asked.messages, asked.tools, generate=True, render=render, **options
+    )
     return RecordedPrefix(text, chat_format.rendered(text))
 
 
 def _recording(
-    asked: Asked, chat_format: ChatFormat, known: Sequence[TrajectoryAnswer]
+    asked: Asked,
+    chat_format: ChatFormat,
+    known: Sequence[TrajectoryAnswer],
+    render: Callable[..., str],
 ) -> RecordedPrefix:
     answer, length = _parent(asked, known)
     if answer is None:
-        return fresh(asked, chat_format)
+        return fresh(asked, chat_format, render)
     before = tokens_of(answer, known)
     chat = chat_format.chat
     text = chat.text_after(
@@ -170,6 +184,7 @@ def _recording(
         asked.messages,
         asked.tools,
         is_ended=before[-1] in chat.end_ids,
+        render=render,
         **asked.options,
     )
     prompt = array("i", [*before, *chat_format.rendered(text)])
@@ -196,10 +211,17 @@ def _digests(asked: Asked, *answers: Message) -> list[bytes]:
     for message in (*asked.messages, *answers):
         calls = [(call.name, call.parsed()) for call in message.tool_calls]
         said: list[Any] = [message.role, message.content, calls]
-        text = orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
-        before = hashlib.blake2b(before + text, digest_size=16).digest()
+        before = hashlib.blake2b(before + _spelled(said), digest_size=16).digest()
         made.append(before)
     return made
+
+
+def _spelled(said: list[Any]) -> bytes:
+    """A turn in a single spelling."""
+    try:
+        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # a number beyond 64 bits, which JSON may have
+        return json.dumps(said, sort_keys=True).encode()
 
 
 def _ints(tokens: Sequence[int]) -> bytes:

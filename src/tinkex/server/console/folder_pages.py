@@ -9,6 +9,8 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,12 +18,14 @@ import uvicorn
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from tinkex.server.console import run_pages, shell
+from tinkex.server.console import launch_pages, run_pages, shell
 from tinkex.server.console.folder_runs import FolderRuns
+from tinkex.server.console.launcher import Launcher
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import ConsoleDependencies, console_of
 from tinkex.server.console.visitors import leave_cookie
 from tinkex.server.guard.failed_logins import FailedLogins
+from tinkex.server.guard.origin import check_same_site
 from tinkex.server.process import problems
 from tinkex.server.process.problems import ApiError
 from tinkex.store import User
@@ -48,6 +52,7 @@ class LinkAuth:
 
 @router.get("/enter")
 async def enter(request: Request, token: Annotated[str, Query(max_length=200)]) -> Response:
+    check_same_site(request.headers)
     response = RedirectResponse("/console", status_code=303)
     await console_of(request).auth.user_of(token)
     leave_cookie(request, response, token, max_age_s=None)
@@ -60,10 +65,20 @@ async def login(request: Request) -> Response:
     return page(request, "failure.html", None, 401, message=text)
 
 
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    await app.state.console.launcher.close()
+
+
 def create_app(root: Path, secret: str) -> FastAPI:
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.console = ConsoleDependencies(FolderRuns(root), LinkAuth(secret), FailedLogins())
-    for module in (shell, run_pages):
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=_lifespan)
+    # Whoever has the link started this console: commands run where it was started, in their name.
+    launcher = Launcher(Path.cwd(), {}, needs_token=False)
+    app.state.console = ConsoleDependencies(
+        FolderRuns(root), LinkAuth(secret), FailedLogins(), launcher=launcher
+    )
+    for module in (shell, run_pages, launch_pages):
         app.include_router(module.router)
     app.include_router(router)
     problems.install(app)

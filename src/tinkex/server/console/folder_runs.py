@@ -16,17 +16,20 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkex.server.console.source import PAGE, Query, Source, age, number_in, resume
+from tinkex.server.console.colors import color_of
+from tinkex.server.console.resumption import COMMAND, FINISHED
+from tinkex.server.console.settings_view import flat
+from tinkex.server.console.source import Query, Source, age, copied, number_in, resume
 from tinkex.server.console.sparks import spark
 from tinkex.server.process.problems import ApiError
-from tinkex.server.runs.curves import MAX_CURVES, Curve
+from tinkex.server.runs.curves import MAX_CURVES, Curve, most_points
 from tinkex.store import User
 
-METRICS, ROLLOUTS = "metrics.jsonl", "rollouts.jsonl"
+METRICS, ROLLOUTS, CONFIG = "metrics.jsonl", "rollouts.jsonl", "config.json"
 MAX_DEPTH = 4
 MAX_RUNS = 10_000
 MAX_LINE = 4_000_000
@@ -38,7 +41,12 @@ FRESH_S = 60.0
 """A run whose file grew this lately is called running."""
 # What the list shows: of RL the reward, since its loss is near zero; the names of tinker-cookbook.
 _SHOWN = ("reward", "env/all/reward/total", "loss", "train_mean_nll", "test/nll")
-_NOT_SAVED = "# nothing of this run was saved"
+_REASONS = {
+    "running": "written within the last minute",
+    "stopped": "ended before its last step",
+    "finished": "",
+}
+_MODELS = ("model", "model_name", "base_model")
 _TOKENS = ("num_tokens", "tokens", "num_loss_tokens")
 
 
@@ -96,7 +104,7 @@ class Folder:
             for _, line in self.metrics.new():
                 self._take(line)
             if self.metrics.offset != before:
-                self._shown = {name: copy(curve) for name, curve in self.curves.items()}
+                self._shown = {name: copied(curve) for name, curve in self.curves.items()}
             return self._shown
 
     def _take(self, line: dict[str, Any]) -> None:
@@ -112,7 +120,9 @@ class Folder:
             if number is None or given in ("step", "time"):
                 continue
             if name in self.curves or len(self.curves) < MAX_CURVES:
-                self.curves.setdefault(name, Curve()).add(self.last_step, number, self.clock)
+                curve = self.curves.setdefault(name, Curve())
+                limit = most_points(len(self.curves))
+                curve.add(self.last_step, number, self.clock, limit=limit)
 
     def rollout_steps(self) -> list[int]:
         """The steps of which there are answers. Blocks."""
@@ -150,29 +160,62 @@ class FolderRuns(Source):
         self._found: dict[str, Path] = {}
         self._looked_at = -math.inf
         self._open: OrderedDict[str, Folder] = OrderedDict()
+        self._models: dict[Path, tuple[float, str]] = {}
 
     async def page(self, user: User, query: Query) -> dict[str, Any]:
         return await asyncio.to_thread(self._page, query)
 
     def _page(self, query: Query) -> dict[str, Any]:
         self._look()
-        wanted = query.search.lower()
+        models = {run_id: self._model_of(path) for run_id, path in self._found.items()}
         chosen = [
-            (run_id, path, (path / METRICS).stat().st_mtime)
+            (run_id, path, moment)
             for run_id, path in self._found.items()
-            if wanted in str(path.relative_to(self._root)).lower()
+            if (moment := _written_at(path / METRICS)) is not None
+            and self._fits(query, path, models[run_id], moment)
         ]
         chosen.sort(key=lambda one: one[2], reverse=query.sort != "oldest")
         total = len(chosen)
-        shown = chosen[query.page * PAGE : (query.page + 1) * PAGE]
+        size = query.page_size
+        shown = chosen[query.page * size : (query.page + 1) * size]
         return {
-            "runs": [self._row(run_id) for run_id, _, _ in shown],
+            "runs": [row for run_id, _, _ in shown if (row := self._row_of(run_id, query))],
             "total": total,
-            "pages": (total + PAGE - 1) // PAGE,
-            "models": [],
+            "pages": (total + size - 1) // size,
+            "models": sorted({model for model in models.values() if model})[:200],
+            "projects": [],
         }
 
-    def _row(self, run_id: str) -> dict[str, Any]:
+    def _fits(self, query: Query, path: Path, model: str, moment: float) -> bool:
+        """Whether a folder is among the runs asked for; it has no tags and is in no project."""
+        searched = f"{path.relative_to(self._root)} {model}".lower()
+        return (
+            query.search.lower() in searched
+            and query.model in ("", model)
+            and query.status in ("", _status(path, moment))
+            and not query.tag
+            and not query.project
+        )
+
+    def _model_of(self, path: Path) -> str:
+        """The base model of a folder; its config is read again only when it was written again."""
+        moment = _written_at(path / CONFIG)
+        if moment is None:
+            return ""
+        known = self._models.get(path)
+        if known is None or known[0] != moment:
+            known = moment, str(_first(_json_file(path / CONFIG), _MODELS))[:200]
+            self._models[path] = known
+        return known[1]
+
+    def _row_of(self, run_id: str, query: Query) -> dict[str, Any] | None:
+        """The row of a run; None for one that went since, or that we may not read."""
+        try:
+            return self._row(run_id, query)
+        except (OSError, ApiError):
+            return None
+
+    def _row(self, run_id: str, query: Query) -> dict[str, Any]:
         folder = self._folder(run_id)
         curves = folder.look()
         name = next((name for name in _SHOWN if name in curves), None)
@@ -180,6 +223,7 @@ class FolderRuns(Source):
         tokens = next((curves[n] for n in _TOKENS if n in curves), None)
         return {
             **self._head(run_id, folder),
+            **(_settings(folder) if query.view == "settings" else {}),
             "steps": folder.num_lines,
             "metric": name,
             "last": values[-1] if values else None,
@@ -188,20 +232,24 @@ class FolderRuns(Source):
         }
 
     def _head(self, run_id: str, folder: Folder) -> dict[str, Any]:
-        config = _json_file(folder.path / "config.json")
-        made = (folder.path / METRICS).stat().st_mtime
-        is_running = time.time() - made < FRESH_S
+        config = _json_file(folder.path / CONFIG)
+        written = (folder.path / METRICS).stat().st_mtime
+        status = _status(folder.path, written)
         return {
             "run_id": run_id,
             "name": self._name(folder.path),
+            "own_name": "",
             "tags": [],
+            "note": "",
+            "project": "",
             "owner": "",
-            "base_model": _first(config, ("model", "model_name", "base_model")),
+            "color": color_of(run_id),
+            "base_model": _first(config, _MODELS),
             "rank": _first(config, ("rank", "lora_rank")),
-            "created_at": made,
-            "age": age(made),
-            "status": "running" if is_running else "finished",
-            "why": "its file grows" if is_running else f"last written {age(made)}",
+            "created_at": written,
+            "age": age(written),
+            "status": status,
+            "why": _REASONS[status],
         }
 
     def _name(self, path: Path) -> str:
@@ -217,14 +265,15 @@ class FolderRuns(Source):
         paths = [line for line in saved if isinstance(line.get("state_path"), str)]
         return {
             **self._head(run_id, folder),
-            "settings": dict(_flat(_json_file(folder.path / "config.json"))),
+            **_settings(folder),
+            "segments": [],
             "checkpoints": [
-                {"path": str(line[kind]), "kind": kind.removesuffix("_path"), "name": ""}
+                _checkpoint(line[field], line.get("step"))
                 for line in paths[-50:]
-                for kind in ("state_path", "sampler_path")
-                if line.get(kind)
+                for field in ("state_path", "sampler_path")
+                if isinstance(line.get(field), str)
             ],
-            "resume": resume(paths[-1]["state_path"]) if paths else _NOT_SAVED,
+            "resume": resume(paths[-1]["state_path"]) if paths else "",
             "folder": str(folder.path),
         }
 
@@ -250,7 +299,8 @@ class FolderRuns(Source):
         found: dict[str, Path] = {}
         for folder, folders, files in os.walk(self._root):
             path = Path(folder)
-            if METRICS in files:
+            # A file: a link to nowhere has a name too, and a pipe would be waited for.
+            if METRICS in files and (path / METRICS).is_file():
                 found[_id_of(path.relative_to(self._root))] = path
             if len(path.relative_to(self._root).parts) >= MAX_DEPTH:
                 folders.clear()
@@ -272,9 +322,35 @@ class FolderRuns(Source):
         return folder
 
 
-def copy(curve: Curve) -> Curve:
-    lists = {name: list(getattr(curve, name)) for name in ("steps", "values", "moments")}
-    return replace(curve, **lists)  # type: ignore[arg-type]
+def _settings(folder: Folder) -> dict[str, Any]:
+    settings = dict(flat(_json_file(folder.path / CONFIG)))
+    return {"settings": settings, "tells_settings": bool(settings)}
+
+
+def _status(path: Path, written_at: float) -> str:
+    """In the words of a server's runs. Only folders of `tinkex train` say whether they ended."""
+    if (_written_at(path / FINISHED) or 0.0) >= written_at:
+        return "finished"
+    if time.time() - written_at < FRESH_S:
+        return "running"
+    return "stopped" if (path / COMMAND).is_file() else "finished"
+
+
+def _checkpoint(path: str, step: Any) -> dict[str, Any]:
+    """As a server tells its own; a file knows no size, no readers and no end."""
+    _, _, rest = path.removeprefix("tinker://").partition("/")
+    kind, _, name = rest.partition("/")
+    return {
+        "path": path,
+        "kind": kind,
+        "name": name or path,
+        "step": number_in(step),
+        "size_bytes": None,
+        "public": False,
+        "age": "",
+        "expires_at": None,
+        "expires": "",
+    }
 
 
 def _id_of(path: Path) -> str:
@@ -289,25 +365,23 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def _written_at(file: Path) -> float | None:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return None
+
+
 def _json_file(file: Path) -> dict[str, Any]:
     try:
-        if file.stat().st_size > MAX_LINE:
+        if not file.is_file() or file.stat().st_size > MAX_LINE:
             return {}
         return _object(file.read_bytes()) or {}
     except OSError:
         return {}
 
 
-def _flat(value: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings with dotted names."""
-    for name, inner in sorted(value.items()):
-        if isinstance(inner, dict) and inner and prefix.count(".") < 6:
-            yield from _flat(inner, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", inner
-
-
 def _first(config: dict[str, Any], names: tuple[str, ...]) -> Any:
     """The first setting of such a name, wherever in the config it stands."""
-    flat = {key.rpartition(".")[2]: value for key, value in _flat(config)}
-    return next((flat[name] for name in names if flat.get(name) is not None), "")
+    found = {key.rpartition(".")[2]: value for key, value in flat(config)}
+    return next((found[name] for name in names if found.get(name) is not None), "")

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
-from tinkex.server.console.shell import PageRoute, page
-from tinkex.server.console.source import source_of
-from tinkex.server.console.visitors import Changing, Visitor, cookie_name, log_in, put_off
+from tinkex.errors import InvalidInputError
+from tinkex.server.console.shell import PageRoute, confirmation, page
+from tinkex.server.console.source import SETTINGS_PAGE, file_stem, source_of
+from tinkex.server.console.visitors import Changing, Visitor, log_in, log_out, put_off
 from tinkex.server.files.checkpoints import parse_path
+from tinkex.server.guard.auth import is_token
+from tinkex.server.http import inputs
 from tinkex.server.http.dependencies import service_of
 from tinkex.server.process.problems import ApiError
-from tinkex.server.rest.files import archive
+from tinkex.server.rest.files import archive, session_trace
+from tinkex.server.runs.descriptions import describe
+from tinkex.server.service.run_deletion import delete_run
+from tinkex.types.fields.bounds import text
+from tinkex.types.service.extensions import DescribeRunRequest
 
-MAX_TAGS = 20
-MAX_TAG = 60
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
 
 # ------------------------------------------------------------------------------------ the door
@@ -45,6 +50,8 @@ async def login(request: Request, key: Annotated[str, Form(max_length=500)]) -> 
 @router.get("/enter")
 async def enter(request: Request, token: Annotated[str, Query(max_length=4000)]) -> Response:
     """Log in by a link with a token that ends within the hour; `tinkex console` makes one."""
+    if not is_token(token):  # an address is kept by browsers and written to logs
+        raise ApiError(401, "A link holds a token, never a key. Log in with the key, or make one.")
     response = RedirectResponse("/console", status_code=303)
     await log_in(request, response, token)
     return response
@@ -53,11 +60,14 @@ async def enter(request: Request, token: Annotated[str, Query(max_length=4000)])
 @router.post("/logout")
 async def logout(request: Request, user: Visitor, _: Changing) -> Response:
     response = RedirectResponse("/console/login", status_code=303)
-    response.delete_cookie(cookie_name(request), path="/console")
+    await log_out(request, response)
     return response
 
 
 # ------------------------------------------------------------------------------------ changes
+
+Confirmed = Annotated[Literal["", "yes"], Form()]
+"""Whether the visitor said yes already; browsers without scripts are asked by a page."""
 
 
 @router.post("/checkpoints")
@@ -67,21 +77,60 @@ async def change_checkpoint(
     _: Changing,
     path: Annotated[str, Form(max_length=1000)],
     action: Annotated[str, Form(max_length=20)],
-    ttl_seconds: Annotated[int | None, Form()] = None,
+    ttl_seconds: Annotated[int | None, Form(ge=0, le=2**31 - 1)] = None,
+    confirmed: Confirmed = "",
 ) -> Response:
     """Publish, unpublish, delete or keep for a while one checkpoint of the visitor's own."""
     shelf = service_of(request).shelf
     parsed = parse_path(path)
     found = await shelf.owned(parsed, user)
+    if action == "delete" and not confirmed:
+        detail = f"{path} is deleted for good."
+        values = [("path", path), ("action", action)]
+        return confirmation(
+            request, user, f"Delete the checkpoint {found.name}?", detail, "Delete", values
+        )
     if action == "delete":
         await shelf.delete(found)
     elif action in ("publish", "unpublish"):
         await shelf.set_public(found, action == "publish")
     elif action == "ttl":
-        await shelf.set_ttl(found, ttl_seconds or None)
+        if ttl_seconds is not None:  # the choice that says how it is now has no value
+            await shelf.set_ttl(found, ttl_seconds or None)
     else:
         raise ApiError(400, f"No action {action!r}; use publish, unpublish, ttl or delete.")
     return RedirectResponse(f"/console/runs/{parsed.run_id}", status_code=303)
+
+
+@router.post("/runs/delete")
+async def delete_runs(
+    request: Request,
+    user: Visitor,
+    _: Changing,
+    runs: Annotated[list[Annotated[str, text(200)]], Form(max_length=SETTINGS_PAGE)],
+    confirmed: Confirmed = "",
+) -> Response:
+    """Delete runs of the visitor's own for good; those that cannot go are named."""
+    found = [await source_of(request).run(user, run_id) for run_id in dict.fromkeys(runs)]
+    if not confirmed:
+        names = ", ".join(run["name"] for run in found)
+        question = f"Delete {len(found)} run{'s' if len(found) != 1 else ''}?"
+        detail = f"Checkpoints, curves and state are deleted for good: {names}"
+        values = [("runs", run["run_id"]) for run in found]
+        return confirmation(request, user, question, detail, "Delete", values)
+    service = service_of(request)
+    refusals = []
+    for run in found:
+        model = await service.store.call(service.store.models.get, run["run_id"])
+        try:
+            if model is not None:
+                await delete_run(service, model, {})
+        except (ApiError, InvalidInputError) as exc:
+            refusals.append(str(exc))
+    if refusals:
+        deleted = f"{len(found) - len(refusals)} of {len(found)} runs were deleted. "
+        raise ApiError(400, (deleted if len(found) > 1 else "") + " ".join(refusals))
+    return RedirectResponse("/console", status_code=303)
 
 
 @router.get("/download")
@@ -93,6 +142,18 @@ async def download(
     found = await shelf.owned(parse_path(path), user)
     folder = await shelf.at_hand(found.folder)
     return await asyncio.to_thread(archive, request, folder, f"{found.name}.tar")
+
+
+@router.get("/runs/{run_id}/trace")
+async def trace(request: Request, user: Visitor, run_id: inputs.Text) -> Response:
+    """The timeline of a run of the visitor's own, for ui.perfetto.dev."""
+    found = await source_of(request).run(user, run_id)
+    service = service_of(request)
+    model = await service.store.call(service.store.models.get, found["run_id"])
+    assert model is not None
+    content = await session_trace(service, model.session_id, model.model_id)
+    headers = {"Content-Disposition": f'attachment; filename="{file_stem(found["name"])}.pftrace"'}
+    return Response(content, headers=headers, media_type="application/octet-stream")
 
 
 @router.post("/agreement")
@@ -109,21 +170,33 @@ async def agree(
     return RedirectResponse(f"/console/runs/{run}/rollouts", status_code=303)
 
 
-@router.post("/tags")
-async def set_tags(
+@router.post("/describe")
+async def describe_run(
     request: Request,
     user: Visitor,
     _: Changing,
     run: Annotated[str, Form(max_length=200)],
-    tags: Annotated[str, Form(max_length=2000)] = "",
+    name: Annotated[str, Form(max_length=1000)] = "",
+    note: Annotated[str, Form(max_length=20_000)] = "",
+    tags: Annotated[str, Form(max_length=10_000)] = "",
 ) -> Response:
-    """Give the session of a run other tags, commas between them."""
-    found = list(dict.fromkeys(tag.strip()[:MAX_TAG] for tag in tags.split(",") if tag.strip()))
-    if len(found) > MAX_TAGS:
-        raise ApiError(400, f"A run has at most {MAX_TAGS} tags, got {len(found)}.")
-    await source_of(request).check(user, run)
-    store = service_of(request).store
-    model = await store.call(store.models.get, run)
+    """Rename a run of the visitor's own, note and tag it. Tags are separated by commas.
+
+    A name and tags that are sent back as they were shown stay what they were: those of the run's
+    session do not become its own.
+    """
+    shown = await source_of(request).run(user, run)
+    service = service_of(request)
+    model = await service.store.call(service.store.models.get, shown["run_id"])
     assert model is not None
-    await store.call(store.sessions.set_tags, model.session_id, found)
+    asked = DescribeRunRequest(
+        name=None if name.strip() == shown["name"] else name.strip(),
+        note=note.strip(),
+        tags=None if _tags(tags) == _tags(",".join(shown["tags"])) else _tags(tags),
+    )
+    await describe(service.store, service.curves, model, asked)
     return RedirectResponse(f"/console/runs/{run}", status_code=303)
+
+
+def _tags(text: str) -> list[str]:
+    return list(dict.fromkeys(tag.strip() for tag in text.split(",") if tag.strip()))

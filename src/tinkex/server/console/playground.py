@@ -16,7 +16,11 @@ from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.visitors import Changing, Visitor
 from tinkex.server.http.dependencies import service_of
 from tinkex.server.http.handlers import answer
+from tinkex.server.runs.descriptions import name_of
+from tinkex.store import Checkpoint, User
 
+MAX_CHECKPOINTS = 200
+_GROUPS = (("Base models", "base"), ("Runs", "run"), ("Named checkpoints", "name"))
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
 
 
@@ -24,10 +28,39 @@ router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=F
 async def playground(
     request: Request, user: Visitor, model: Annotated[str, Query(max_length=1000)] = ""
 ) -> Response:
+    groups = await _choices(request, user)
+    first = groups[0][1][0][0]
+    return page(request, "playground.html", user, groups=groups, chosen=model or first)
+
+
+async def _choices(request: Request, user: User) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Models to talk to, in groups of (model, its name for people)."""
     service = service_of(request)
-    rows, _ = await service.store.call(service.store.checkpoints.page, user.user_id, 200, 0)
-    names = [*service.catalog.names, *(r.path for r in rows if r.kind == "sampler_weights")]
-    return page(request, "playground.html", user, models=names, chosen=model or names[0])
+    store = service.store
+    listed = await compat_of(request).names.listed(user)
+    rows = [one.checkpoint for one in listed if one.kind == "checkpoint"]
+    sampled = [row for row in rows if row and row.kind == "sampler_weights"][:MAX_CHECKPOINTS]
+    ids = {row.model_id for row in sampled}
+    models = {run_id: await store.call(store.models.get, run_id) for run_id in ids}
+    found = {model.session_id for model in models.values() if model is not None}
+    sessions = await store.call(store.sessions.by_id, found)
+
+    def called(row: Checkpoint) -> str:
+        model = models.get(row.model_id)
+        if model is None:
+            return row.path
+        session = sessions.get(model.session_id)
+        name = name_of(model, session.display_name if session else None) or model.model_id
+        return f"{name} · {row.name}"
+
+    groups = [
+        *(
+            (says, [(one.name, one.name) for one in listed if one.kind == kind])
+            for says, kind in _GROUPS
+        ),
+        ("Checkpoints of runs", [(row.path, called(row)) for row in sampled]),
+    ]
+    return [(says, choices) for says, choices in groups if choices]
 
 
 @router.post("/api/chat")

@@ -8,16 +8,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from tinkex.server.console import source as sources
+from tinkex.server.console.colors import colors_of
+from tinkex.server.console.command_line import line
+from tinkex.server.console.launch_pages import resumable_folder
+from tinkex.server.console.metric_files import MEDIA, Kind, metric_file
+from tinkex.server.console.resumption import resume_arguments, resume_command
 from tinkex.server.console.rollout_view import Coloring, rollout_view
+from tinkex.server.console.settings_view import settings_view, shown, sort_runs
 from tinkex.server.console.shell import PageRoute, page
-from tinkex.server.console.source import Growth, Source, source_of, told_curves
-from tinkex.server.console.visitors import Visitor
+from tinkex.server.console.source import (
+    Growth,
+    Source,
+    copied,
+    file_stem,
+    source_of,
+    thinned_curves,
+    thinning,
+    told_curves,
+)
+from tinkex.server.console.visitors import Visitor, may_look_on
+from tinkex.server.http import inputs
 from tinkex.server.http.handlers import answer
 from tinkex.server.process.problems import ApiError
 from tinkex.store import User
@@ -28,8 +45,16 @@ MAX_COMPARED = 12
 
 Number = Annotated[int, Query(ge=0, le=1_000_000)]
 Text = Annotated[str, Query(max_length=200)]
-RunIds = Annotated[list[str], Query(default_factory=list, max_length=100)]
-"""Several, or one with commas between."""
+RunIds = Annotated[list[inputs.Text], Query(default_factory=list, max_length=100)]
+"""Several, or one text with several ids separated by commas."""
+
+
+MetricNames = Annotated[list[Text], Query(default_factory=list, max_length=50)]
+
+
+def _run_ids(runs: list[str]) -> list[str]:
+    given = ",".join(runs)[:5000].split(",")
+    return list(dict.fromkeys(run_id for run_id in given if run_id))[:MAX_COMPARED]
 
 
 def _eyes(request: Request, user: User) -> User | None:
@@ -50,9 +75,12 @@ Asked = Annotated[sources.Query, Query()]
 @router.get("")
 async def runs_page(request: Request, user: Visitor, query: Asked) -> Response:
     found = await _runs(request, user, query)
+    if query.view == "settings":
+        found["runs"] = sort_runs(found["runs"], query.by, down=query.down)
+        found["settings"] = settings_view(found["runs"])
     return page(
         request,
-        "runs.html",
+        "settings.html" if query.view == "settings" else "runs.html",
         user,
         query=query,
         sorts=sources.SORTS,
@@ -67,34 +95,79 @@ async def runs_json(request: Request, user: Visitor, query: Asked) -> Response:
 
 
 @router.get("/runs/{run_id}")
-async def run_page(request: Request, user: Visitor, run_id: str) -> Response:
+async def run_page(request: Request, user: Visitor, run_id: inputs.Text) -> Response:
     source = source_of(request)
     found = await source.run(_eyes(request, user), run_id)
     curves = await source.curves(run_id)
     last = {name: curve.values[-1] for name, curve in sorted(curves.items()) if curve.values}
-    has_rollouts = bool(await source.rollout_steps(run_id))
-    return page(request, "run.html", user, run=found, last=last, has_rollouts=has_rollouts)
+    settings = [(name, shown(value)) for name, value in found["settings"].items()]
+    facts = {**_head_facts(request, user, found), **await _resuming(request, found)}
+    return page(request, "run.html", user, last=last, settings=settings, **facts)
+
+
+def _head_facts(request: Request, user: User, run: dict[str, Any]) -> dict[str, Any]:
+    """The facts of `run_head.html`, which all pages of a run begin with."""
+    is_mine = not source_of(request).is_local and run["owner"] == user.user_id
+    return {"run": run, "is_mine": is_mine}
+
+
+async def _resuming(request: Request, run: dict[str, Any]) -> dict[str, Any]:
+    """The command that resumes a run of a recipe, and whether this visitor may start it here."""
+    if (folder := await resumable_folder(request, run)) is not None:
+        return {"resume_command": line(resume_arguments(folder)), "may_resume": True}
+    log_dir = run["settings"].get("log_dir")
+    is_elsewhere = not source_of(request).is_local and isinstance(log_dir, str) and run["resume"]
+    return {"resume_command": resume_command(log_dir) if is_elsewhere else "", "may_resume": False}
 
 
 @router.get("/api/runs/{run_id}")
-async def run_json(request: Request, user: Visitor, run_id: str) -> Response:
+async def run_json(request: Request, user: Visitor, run_id: inputs.Text) -> Response:
     source = source_of(request)
     found = await source.run(_eyes(request, user), run_id)
     return answer({**found, "curves": told_curves(await source.curves(run_id))})
 
 
+@router.get("/runs/{run_id}/metrics.{kind}")
+async def metrics_file(
+    request: Request, user: Visitor, run_id: inputs.Text, kind: Kind
+) -> Response:
+    """All curves of a run to download."""
+    source = source_of(request)
+    found = await source.run(_eyes(request, user), run_id)
+    curves = {name: copied(curve) for name, curve in (await source.curves(run_id)).items()}
+    name = f"{file_stem(found['name'])}.{kind}"
+    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
+    # An iterator that is not asynchronous is read in a thread.
+    return StreamingResponse(metric_file(curves, kind), headers=headers, media_type=MEDIA[kind])
+
+
+@router.get("/api/curves")
+async def curves_json(
+    request: Request, user: Visitor, runs: RunIds, names: MetricNames
+) -> Response:
+    """Curves of several runs; of all metrics thinned, of those named every point."""
+    source, ids = source_of(request), _run_ids(runs)
+    found = {}
+    for run_id in ids:
+        await source.check(_eyes(request, user), run_id)
+        curves = await source.curves(run_id)
+        found[run_id] = {n: c for n, c in curves.items() if not names or n in names}
+    every = 1 if names else thinning(c for curves in found.values() for c in curves.values())
+    return answer({run_id: thinned_curves(curves, every) for run_id, curves in found.items()})
+
+
 @router.get("/api/runs/{run_id}/live")
-async def run_live(request: Request, user: Visitor, run_id: str) -> Response:
+async def run_live(request: Request, user: Visitor, run_id: inputs.Text) -> Response:
     """Server-sent events: whatever of the curves grew, once a second."""
     source = source_of(request)
     await source.check(_eyes(request, user), run_id)
-    return StreamingResponse(_growth(source, run_id), media_type="text/event-stream")
+    return StreamingResponse(_growth(request, source, run_id), media_type="text/event-stream")
 
 
-async def _growth(source: Source, run_id: str) -> AsyncIterator[bytes]:
+async def _growth(request: Request, source: Source, run_id: str) -> AsyncIterator[bytes]:
     growth = Growth()
     before = None
-    while not source.is_ending:
+    while not source.is_ending and await may_look_on(request):
         grown = growth.of(await source.curves(run_id))
         told = {"curves": grown, "doing": source.doing(run_id)}
         # A line that says nothing keeps the connection known to proxies.
@@ -110,7 +183,7 @@ async def _growth(source: Source, run_id: str) -> AsyncIterator[bytes]:
 async def rollouts_page(
     request: Request,
     user: Visitor,
-    run_id: str,
+    run_id: inputs.Text,
     step: Number | None = None,
     color: Coloring = "logprob",
 ) -> Response:
@@ -122,7 +195,7 @@ async def rollouts_page(
         request,
         "rollouts.html",
         user,
-        run=run,
+        **_head_facts(request, user, run),
         color=color,
         agreement=agreement,
         steps=found["steps"],
@@ -135,7 +208,7 @@ async def rollouts_page(
 
 @router.get("/api/runs/{run_id}/rollouts")
 async def rollouts_json(
-    request: Request, user: Visitor, run_id: str, step: Number | None = None
+    request: Request, user: Visitor, run_id: inputs.Text, step: Number | None = None
 ) -> Response:
     return answer(await _rollouts(request, user, run_id, step))
 
@@ -158,18 +231,35 @@ async def compare_page(
     request: Request, user: Visitor, runs: RunIds, baseline: Text = ""
 ) -> Response:
     found = await _compared(request, user, runs, baseline)
-    names = sorted({name for one in found for name in one["settings"]})
-    rows = [(name, [one["settings"].get(name) for one in found]) for name in names]
-    differing = [(name, values) for name, values in rows if len({str(v) for v in values}) > 1]
-    ids = ",".join(one["run_id"] for one in found)
+    ids = [one["run_id"] for one in found]
+    baseline = baseline if baseline in ids else ""
+    for one, color in zip(found, colors_of(ids), strict=True):
+        one["color"] = color
+    drawn = [
+        {
+            "id": one["run_id"],
+            "name": one["name"],
+            "color": one["color"],
+            "isBaseline": one["run_id"] == baseline,
+        }
+        for one in found
+    ]
+
+    def address(without: str = "", baseline: str = baseline) -> str:
+        left = {"runs": ",".join(one for one in ids if one != without)}
+        kept = {"baseline": baseline} if baseline and baseline != without else {}
+        return f"/console/compare?{urlencode({**left, **kept})}"
+
     return page(
         request,
         "compare.html",
         user,
+        address=address,
         runs=found,
-        ids=ids,
-        differing=differing,
-        baseline=baseline if any(one["run_id"] == baseline for one in found) else "",
+        ids=",".join(ids),
+        drawn=orjson.dumps(drawn).decode(),
+        settings=settings_view(found, baseline),
+        baseline=baseline,
     )
 
 
@@ -187,8 +277,7 @@ async def _compared(
     request: Request, user: User, runs: list[str], baseline: str
 ) -> list[dict[str, Any]]:
     """The runs in the order given, the baseline first."""
-    given = ",".join(runs)[:5000].split(",")
-    ids = list(dict.fromkeys(run_id for run_id in given if run_id))[:MAX_COMPARED]
+    ids = _run_ids(runs)
     if baseline in ids:
         ids = [baseline, *(one for one in ids if one != baseline)]
     return [await source_of(request).run(_eyes(request, user), one) for one in ids]

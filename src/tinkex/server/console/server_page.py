@@ -29,7 +29,7 @@ from tinkex.server.http.handlers import answer
 from tinkex.server.process.problems import ApiError
 from tinkex.server.service.metrics import process_memory
 from tinkex.server.workers.worker import Worker
-from tinkex.store import UsedBy
+from tinkex.store import AuditEntry, UsedBy
 from tinkex.types.account.administration import KeyRole
 
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
@@ -42,7 +42,7 @@ MAX_BUSY_USERS = 20
 HELD = {
     "base": "Base model",
     "packed": "Packed copies",
-    "kv": "Keys and values",
+    "kv": "KV cache",
     "adapters": "Adapters",
     "snapshots": "Snapshots",
 }
@@ -85,7 +85,6 @@ async def _facts(request: Request, find: str = "", users_page: int = 0) -> dict[
     users, num_users = await administration.users(MAX_USERS, offset, search=find)
     keys, num_keys = await administration.newest_keys(MAX_KEYS, find)
     runs, num_busy = await administration.runs(MAX_RUNS, busy_only=True)
-    audit = await administration.audit(MAX_AUDIT)
     return {
         "find": find,
         "users_page": users_page,
@@ -110,16 +109,24 @@ async def _facts(request: Request, find: str = "", users_page: int = 0) -> dict[
         "busy": _told(runs),
         "num_busy": num_busy,
         **await _usage(request),
-        "audit": [
-            {
-                "at": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.timestamp)),
-                "user_id": entry.user_id,
-                "event": entry.event,
-                "details": ", ".join(f"{k} {v}" for k, v in entry.details.items() if v != ""),
-            }
-            for entry in audit
-        ],
+        "audit": _folded(await administration.audit(MAX_AUDIT)),
     }
+
+
+def _folded(entries: Iterable[AuditEntry]) -> list[dict[str, Any]]:
+    """The audit log, the newest first; repeats of one event, wherever they stand, are one row.
+
+    Logins are what is repeated: a program that starts often would push everything else away.
+    """
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for entry in entries:
+        details = ", ".join(f"{k} {v}" for k, v in entry.details.items() if v != "")
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.timestamp))
+        row = {"at": at, "user_id": entry.user_id, "event": entry.event, "details": details}
+        kept = rows.setdefault((entry.user_id, entry.event, details), {**row, "times": 0})
+        kept["times"] += 1
+        kept["since"] = at
+    return list(rows.values())
 
 
 async def _shown(request: Request, find: str = "", users_page: int = 0) -> dict[str, Any]:
@@ -142,6 +149,7 @@ async def _moving(request: Request) -> dict[str, Any]:
     free = await asyncio.to_thread(lambda: shutil.disk_usage(service.config.data_dir).free)
     return {
         "at": at,
+        "since": time.strftime("%H:00 UTC", time.gmtime(at - 3600)),
         "trouble": workers.trouble(),
         "uptime_s": metrics.uptime_s,
         "workers": [
@@ -157,13 +165,13 @@ async def _moving(request: Request) -> dict[str, Any]:
         ],
         "memory": {
             "API process": process_memory(),
-            "results not fetched": kept.memory_bytes,
+            "unfetched results": kept.memory_bytes,
             "request bodies": dependencies_of(request).bodies.held_bytes,
             "rollouts": rollouts.kept_bytes,
         },
-        "disk": {"free": free, "results not fetched": kept.kept_bytes},
+        "disk": {"free": free, "unfetched results": kept.kept_bytes},
         "queues": [
-            {"name": name, "places": gate.num_slots, "waiting": gate.num_waiting}
+            {"name": name, "slots": gate.num_slots, "waiting": gate.num_waiting}
             for name, gate in (("training", workers.training), ("sampling", workers.sampling))
         ],
         "open_by_user": dict(

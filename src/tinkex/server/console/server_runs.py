@@ -6,17 +6,19 @@ import time
 from typing import Any
 
 from tinkex.server.compat.chat_formats import ChatFormats
-from tinkex.server.console.source import PAGE, Query, Source, age, resume, span
+from tinkex.server.console.colors import color_of
+from tinkex.server.console.settings_view import flat
+from tinkex.server.console.source import Query, Source, age, resume, span
 from tinkex.server.console.sparks import spark
 from tinkex.server.process.problems import ApiError
 from tinkex.server.runs.curves import Course, Curve
+from tinkex.server.runs.descriptions import name_of, tags_of
+from tinkex.server.runs.progress import LISTED, progress_of
 from tinkex.server.runs.rollouts import told
+from tinkex.server.runs.segments import courses_of, curves_of
+from tinkex.server.runs.states import SILENT_S, state_of
 from tinkex.server.service.service import Service
 from tinkex.store import Checkpoint, Model, RunFilter, Session, User
-
-LISTED = ("reward", "loss", "loss_per_token", "learning_rate", "tokens")
-PARKED_S = 120.0
-_NOT_SAVED = "training.save_state('name')  # save first; nothing of this run can be loaded yet"
 
 
 class ServerRuns(Source):
@@ -36,36 +38,41 @@ class ServerRuns(Source):
             search=query.search,
             tag=query.tag,
             base_model=query.model,
+            project=query.project,
             status=query.status,
             busy=tuple(self._service.busy_models()),
+            silent_since=time.time() - SILENT_S,
             order=query.sort,
         )
         owner = None if query.everyone else user.user_id
-        found = await store.call(store.models.filtered, owner, wanted, PAGE, query.page * PAGE)
-        curves = await self._service.curves.of_runs([m.model_id for m in found.models], LISTED)
+        size = query.page_size
+        found = await store.call(store.models.filtered, owner, wanted, size, query.page * size)
+        curves = await courses_of(store, self._service.curves, found.models, (*LISTED, "tokens"))
         return {
             "runs": [
-                self._row(model, found.sessions.get(model.session_id), curves)
+                self._row(model, found.sessions.get(model.session_id), curves, query)
                 for model in found.models
             ],
             "total": found.total,
-            "pages": (found.total + PAGE - 1) // PAGE,
+            "pages": (found.total + size - 1) // size,
             "models": found.base_models,
+            "projects": found.projects,
         }
 
     def _row(
-        self, model: Model, session: Session | None, curves: dict[tuple[str, str], Course]
+        self,
+        model: Model,
+        session: Session | None,
+        curves: dict[tuple[str, str], Course],
+        query: Query,
     ) -> dict[str, Any]:
-        reward, told, measured, rate, tokens = (
-            curves.get((model.model_id, name)) for name in LISTED
-        )
-        # The loss of RL is near zero whatever happens; what a recipe logs as its loss is a mean,
-        # however it weighs its tokens.
-        shown = reward or told or measured
+        progress, tokens = progress_of(model, curves), curves.get((model.model_id, "tokens"))
+        shown = progress.course
         return {
             **self._head(model, session),
-            "steps": int(rate.last_step) if rate else 0,
-            "metric": ("reward" if reward else "loss") if shown else None,
+            **(_settings(model, session) if query.view == "settings" else {}),
+            "steps": progress.num_steps or 0,
+            "metric": progress.metric,
             "last": shown.last_value if shown else None,
             "tokens": int(tokens.total) if tokens else 0,
             "spark": spark(shown.values) if shown else "",
@@ -75,9 +82,13 @@ class ServerRuns(Source):
         status, why = self._status(model, session)
         return {
             "run_id": model.model_id,
-            "name": (session.display_name if session else None) or model.model_id,
-            "tags": list(session.tags) if session else [],
+            "name": name_of(model, session.display_name if session else None) or model.model_id,
+            "own_name": model.name or "",
+            "tags": tags_of(model, session.tags if session else []),
             "owner": model.user_id,
+            "note": model.note or "",
+            "project": (session.project_id if session else None) or "",
+            "color": color_of(model.model_id),
             "base_model": model.base_model,
             "rank": model.lora.get("rank"),
             "created_at": model.created_at,
@@ -87,28 +98,17 @@ class ServerRuns(Source):
         }
 
     def _status(self, model: Model, session: Session | None) -> tuple[str, str]:
-        doing = self._service.doing(model.model_id)
-        if model.corrupted:
-            return "lost", "its state could not be restored"
-        if doing:
-            is_waiting = doing.startswith(("waiting", "restoring", "the worker"))
-            return ("waiting" if is_waiting else "running"), doing
-        ended = session.status.get("type") if session else None
-        if ended not in (None, "active"):
-            return "finished", str(ended).replace("_", " ")
-        if model.unloaded:
-            return "finished", "unloaded"
-        seen = max(model.last_request_time, session.last_heartbeat if session else 0)
-        if time.time() - seen < PARKED_S:
-            return "idle", "waiting for its client"
-        return "parked", f"client last seen {age(seen)}"
+        return state_of(model, session, self._service.doing(model.model_id))
 
     async def _model(self, user: User | None, run_id: str) -> Model:
         store = self._service.store
         model = await store.call(store.models.get, run_id)
         if model is None or (user is not None and model.user_id != user.user_id):
             raise ApiError(404, f"No run {run_id[:200]!r} of yours.")
-        return model
+        # The page of a run that was resumed is one, whichever of its segments was asked for.
+        if model.continued_by is None:
+            return model
+        return await store.call(store.models.get, model.continued_by) or model
 
     async def check(self, user: User | None, run_id: str) -> None:
         await self._model(user, run_id)
@@ -117,23 +117,24 @@ class ServerRuns(Source):
         store = self._service.store
         model = await self._model(user, run_id)
         session = await store.call(store.sessions.get, model.session_id)
-        checkpoints = await store.call(store.checkpoints.of_run, model.model_id)
+        segments = await store.call(store.models.segments, model)
+        checkpoints = [
+            checkpoint
+            for segment in segments
+            for checkpoint in await store.call(store.checkpoints.of_run, segment.model_id)
+        ]
         weights = [c for c in checkpoints if c.kind == "weights"]
         return {
             **self._head(model, session),
-            "settings": {
-                "base_model": model.base_model,
-                **{f"lora.{key}": value for key, value in model.lora.items()},
-                **{f"optimizer.{key}": value for key, value in model.optimizer_config.items()},
-                **{f"metadata.{k}": v for k, v in (model.user_metadata or {}).items()},
-                "sdk_version": session.sdk_version if session else "",
-            },
+            **_settings(model, session),
+            "segments": [segment.model_id for segment in segments],
             "checkpoints": [_checkpoint(one) for one in checkpoints],
-            "resume": resume(weights[-1].path) if weights else _NOT_SAVED,
+            "resume": resume(weights[-1].path) if weights else "",
         }
 
     async def curves(self, run_id: str) -> dict[str, Curve]:
-        return await self._service.curves.of_run(run_id)
+        model = await self._model(None, run_id)
+        return await curves_of(self._service.store, self._service.curves, model)
 
     def doing(self, run_id: str) -> str:
         return self._service.doing(run_id)
@@ -151,8 +152,27 @@ class ServerRuns(Source):
         except ApiError:  # a model without one, such as the toy
             return None
 
+    async def base_models(self) -> list[str]:
+        return list(self._service.catalog.names)
+
     def agreement(self, user: User) -> bool | None:
         return self._service.rollouts.agreement(user.user_id)
+
+
+def _settings(model: Model, session: Session | None) -> dict[str, Any]:
+    """The settings that the server knows by itself, and those that the run's program told."""
+    own = dict(flat(model.settings or {}))
+    return {
+        "settings": {
+            "base_model": model.base_model,
+            **{f"lora.{key}": value for key, value in model.lora.items()},
+            **{f"optimizer.{key}": value for key, value in model.optimizer_config.items()},
+            **{f"metadata.{k}": v for k, v in (model.user_metadata or {}).items() if k != "name"},
+            "sdk_version": session.sdk_version if session else "",
+            **own,
+        },
+        "tells_settings": bool(own),
+    }
 
 
 def _checkpoint(one: Checkpoint) -> dict[str, Any]:
@@ -160,6 +180,7 @@ def _checkpoint(one: Checkpoint) -> dict[str, Any]:
         "path": one.path,
         "kind": one.kind,
         "name": one.name,
+        "step": one.num_steps,
         "size_bytes": one.size_bytes,
         "public": one.public,
         "age": age(one.created_at),

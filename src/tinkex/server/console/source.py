@@ -6,14 +6,18 @@ pages as a server. Everything is plain data, the same for HTML and for JSON.
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import urlencode
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
+from tinkex.server.console.launcher import Launcher
 from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.guard.quotas import Quotas
 from tinkex.server.runs.curves import Curve
@@ -21,11 +25,16 @@ from tinkex.store import User
 from tinkex.types.service.extensions import MAX_METRIC
 
 PAGE = 50
+SETTINGS_PAGE = 200
+MAX_SENT = 100_000
+"""Points that a page is sent at once; more are thinned first."""
 SORTS = {"newest": "newest first", "active": "last used first", "oldest": "oldest first"}
 STATUSES = {
     "running": "running or waiting",
-    "idle": "idle or parked",
+    "idle": "idle",
     "finished": "finished",
+    "stopped": "stopped",
+    "failed": "failed",
     "lost": "lost",
 }
 
@@ -41,10 +50,28 @@ class Query(BaseModel):
     search: Annotated[Text, Field(alias="q")] = ""
     tag: Text = ""
     model: Text = ""
-    status: Literal["", "running", "idle", "finished", "lost"] = ""
+    project: Text = ""
+    status: Literal["", "running", "idle", "finished", "stopped", "failed", "lost"] = ""
     sort: Literal["newest", "oldest", "active"] = "newest"
     everyone: bool = False
     """Of all users, for administrators."""
+    view: Literal["", "settings"] = ""
+    """A list with curves, or a table of the runs' settings."""
+    by: Text = ""
+    """The setting that the table is sorted by."""
+    down: bool = False
+    """The largest first."""
+    all: bool = False
+    """Settings that are equal in all runs, too."""
+
+    @property
+    def page_size(self) -> int:
+        return SETTINGS_PAGE if self.view == "settings" else PAGE
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether runs may be left out."""
+        return bool(self.search or self.tag or self.model or self.project or self.status)
 
     def address(self, **changes: Any) -> str:
         """The page's address with some of it changed; what is default is left out."""
@@ -62,7 +89,10 @@ class Source(Protocol):
         return False
 
     async def page(self, user: User, query: Query) -> dict[str, Any]:
-        """`runs` of one page, their `total`, `pages`, and the `models` there are to choose from."""
+        """`runs` of one page, their `total`, `pages`, and the `models` and `projects` there are.
+
+        Each run has its `settings` and `tells_settings` where the table of settings is asked for.
+        """
         ...
 
     async def run(self, user: User | None, run_id: str) -> dict[str, Any]:
@@ -89,6 +119,10 @@ class Source(Protocol):
         """Answers of one step as `recipes.rollouts` writes them; `advantages` may be by token."""
         ...
 
+    async def base_models(self) -> list[str]:
+        """Names that a recipe may train."""
+        return []
+
     def agreement(self, user: User) -> bool | None:
         """Whether the visitor's answers are kept; None: that is not for the visitor to say."""
         return None
@@ -114,6 +148,8 @@ class ConsoleDependencies:
     failed_logins: FailedLogins
     quotas: Quotas | None = None
     """None over folders on one's own disk."""
+    launcher: Launcher | None = None
+    """None where nobody may start programs from a browser."""
 
 
 def console_of(request: Request) -> ConsoleDependencies:
@@ -132,18 +168,43 @@ def number_in(value: Any) -> float | None:
     return float(value) if abs(value) <= MAX_METRIC else None
 
 
+def copied(curve: Curve) -> Curve:
+    """A curve that no later point changes."""
+    lists = {name: list(getattr(curve, name)) for name in ("steps", "values", "moments")}
+    return replace(curve, **lists)  # type: ignore[arg-type]
+
+
 def told_curves(found: dict[str, Curve]) -> dict[str, Any]:
     """Curves as JSON."""
     return {name: _told(curve) for name, curve in sorted(found.items())}
 
 
-def _told(curve: Curve, start: int = 0) -> dict[str, Any]:
+def _told(curve: Curve, start: int = 0, every: int = 1) -> dict[str, Any]:
+    chosen = slice(start + (len(curve.steps) - 1 - start) % every, None, every)  # with the last
     return {
-        "steps": curve.steps[start:],
-        "values": curve.values[start:],
-        "at": curve.moments[start:],
-        "stride": curve.stride,
+        "steps": curve.steps[chosen],
+        "values": curve.values[chosen],
+        "at": curve.moments[chosen],
+        "stride": curve.stride * every,
     }
+
+
+def thinning(found: Iterable[Curve]) -> int:
+    """Every how-manieth point of curves a page gets at first, so that it is never many megabytes.
+
+    It asks for all points of a metric (`/console/api/curves?names=`) when somebody looks at it.
+    """
+    return math.ceil(sum(len(curve.steps) for curve in found) / MAX_SENT) or 1
+
+
+def thinned_curves(found: Mapping[str, Curve], every: int) -> dict[str, Any]:
+    return {name: _thinned(name, curve, every) for name, curve in sorted(found.items())}
+
+
+def _thinned(name: str, curve: Curve, every: int) -> dict[str, Any]:
+    # The axis of tokens adds these up: a part of them would be a shorter axis.
+    every = 1 if name in ("tokens", "num_tokens") else every
+    return {**_told(curve, every=every), "isMore": False, "isPart": every > 1}
 
 
 class Growth:
@@ -155,14 +216,18 @@ class Growth:
     def of(self, found: dict[str, Curve]) -> dict[str, Any]:
         """Curves that grew: their new points (`isMore`), or all where they were thinned."""
         told = {}
+        new = [curve for name, curve in found.items() if name not in self._seen]
+        every = thinning(new)
         for name, curve in sorted(found.items()):
             stride, num_made = self._seen.get(name, (0, 0))
             num_new = curve.num_made - num_made
             if stride == curve.stride and num_new == 0:
                 continue
             is_more = stride == curve.stride and 0 < num_new <= len(curve.steps)
-            start = len(curve.steps) - num_new if is_more else 0
-            told[name] = {**_told(curve, start), "isMore": is_more}
+            if is_more:
+                told[name] = {**_told(curve, len(curve.steps) - num_new), "isMore": True}
+            else:
+                told[name] = _thinned(name, curve, every)
             self._seen[name] = (curve.stride, curve.num_made)
         return told
 
@@ -178,6 +243,11 @@ def span(seconds: float) -> str:
             number = int(seconds // length)
             return f"{number} {noun}{'' if number == 1 else 's'}"
     return ""
+
+
+def file_stem(name: str) -> str:
+    """A run's name as that of a download, in characters that no header and no disk minds."""
+    return re.sub(r"[^\w.-]+", "-", name, flags=re.ASCII)[:80].strip("-.") or "run"
 
 
 def resume(path: str) -> str:

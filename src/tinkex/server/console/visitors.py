@@ -15,6 +15,7 @@ from fastapi import Depends, Request, Response
 
 from tinkex.server.console.source import console_of
 from tinkex.server.guard.auth import TOKEN_TTL_S, address_of, credential_of
+from tinkex.server.guard.origin import check_same_site
 from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.process.problems import ApiError
 from tinkex.store import User
@@ -51,11 +52,21 @@ async def visitor(request: Request) -> User:
     console = console_of(request)
     user = await console.auth.user_of(_cookie(request))
     request.state.is_admin = await console.auth.is_admin(_cookie(request))
+    request.state.visitor = user
     request.scope["tinkex.user"] = user.user_id
     if console.quotas is not None:
         console.quotas.note(user)
         console.quotas.spend(user)
     return user
+
+
+async def may_look_on(request: Request) -> bool:
+    """Whether the visitor of a stream is still let in: keys, users and logins end meanwhile."""
+    try:
+        await console_of(request).auth.user_of(_cookie(request))  # it asks every `CACHE_S`
+    except ApiError:
+        return False
+    return True
 
 
 async def admin_visitor(request: Request) -> User:
@@ -74,6 +85,11 @@ def form_token(request: Request) -> str:
     return hmac.new(_FORM_SECRET, who, hashlib.blake2b).hexdigest()[:40]
 
 
+async def form_values(request: Request) -> dict[str, str]:
+    """The fields of a form that is made at run time; at most 50 of them."""
+    return {name: str(value) for name, value in (await request.form(max_fields=50)).items()}
+
+
 async def check_form(request: Request) -> None:
     """Refuse a change that does not come from a page of ours.
 
@@ -84,8 +100,9 @@ async def check_form(request: Request) -> None:
     if not given and request.headers.get("content-type", "").startswith(
         "application/x-www-form-urlencoded"
     ):
-        given = str((await request.form(max_fields=50)).get("form_token", ""))
-    if not hmac.compare_digest(given, form_token(request)):
+        given = (await form_values(request)).get("form_token", "")
+    # As bytes: texts are compared only when they are ASCII, and a stranger's need not be.
+    if not hmac.compare_digest(given.encode("utf-8", "replace"), form_token(request).encode()):
         raise ApiError(403, "This form is not of this page, or is too old. Load it again.")
 
 
@@ -96,8 +113,9 @@ async def log_in(request: Request, response: Response, key: str) -> None:
     """Take a key and leave a cookie.
 
     Raises:
-        ApiError: 401, the key is not known.
+        ApiError: 401, the key is not known; 403, a page of another site sent it.
     """
+    check_same_site(request.headers, dependencies_of(request).config.public_url)
     parts = dependencies_of(request)
     token = await parts.auth.issue_token(key)
     user = await parts.auth.user_of(token)
@@ -105,12 +123,20 @@ async def log_in(request: Request, response: Response, key: str) -> None:
     leave_cookie(request, response, token, max_age_s=TOKEN_TTL_S)
 
 
+async def log_out(request: Request, response: Response) -> None:
+    """Take the cookie back, and refuse it wherever it was copied to."""
+    name = cookie_name(request)
+    if token := request.cookies.get(name):
+        await dependencies_of(request).auth.end_token(token)
+    response.delete_cookie(name, path="/console")
+
+
 def leave_cookie(
-    request: Request, response: Response, token: str, *, max_age_s: int | None
+    request: Request, response: Response, token: str, *, max_age_s: int | None, name: str = ""
 ) -> None:
     """Let a browser in; with `max_age_s` None, for as long as it is open."""
     response.set_cookie(
-        cookie_name(request),
+        name or cookie_name(request),
         token,
         httponly=True,
         samesite="strict",

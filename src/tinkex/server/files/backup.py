@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from tinkex.contract.cost import Cost
 from tinkex.errors import ConfigError, InvalidInputError
+from tinkex.server.files.damage import damage_of
 from tinkex.server.files.depot import URL_FILE, is_stored, storage_of
 from tinkex.server.files.scratch import scratch_folder
 from tinkex.store.binding import ID_FILE
@@ -35,7 +37,7 @@ _LISTED = (
 )
 _MARK = "tinkex-backup.txt"
 _PART = "backup.tar"
-_LIMITS = tar.TarLimits(max_members=10_000_000, max_bytes=1 << 62)
+_LIMITS = Cost(files=10_000_000, sent_bytes=1 << 62, depth=tar.MAX_DEPTH)
 """Of a backup, which is the operator's own: as large as a data folder is."""
 
 
@@ -50,12 +52,14 @@ class Found:
     """Folders that no row lists; the server moves them to `quarantine/` when it starts."""
     num_stored: int = 0
     """Listed checkpoints whose home is an object store, which is not looked at here."""
+    damaged: list[str] = field(default_factory=list)
+    """Listed folders that do not hold what was written into them, and why."""
     problems: list[str] = field(default_factory=list)
     """What is wrong with the database itself, or with the id."""
 
     @property
     def ok(self) -> bool:
-        return not (self.missing or self.problems)
+        return not (self.missing or self.damaged or self.problems)
 
 
 def backup(data_dir: Path, target: Path) -> Found:
@@ -64,9 +68,9 @@ def backup(data_dir: Path, target: Path) -> Found:
     if target.exists():
         raise ConfigError(f"{target} exists; name a file that does not.")
     # What is in a part is as secret as the server: it is nobody else's at any moment.
-    with scratch_folder(target.parent, _scratch_files(database)) as scratch:
+    with scratch_folder(target.parent, scratch_files(database)) as scratch:
         copy = scratch / database.name
-        _copy_database(database, copy)
+        copy_database(database, copy)
         found = _write(scratch / _PART, data_dir, copy)
         _publish(scratch / _PART, target)
     return found
@@ -118,13 +122,16 @@ def _new_file(path: Path) -> IO[bytes]:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
-def _scratch_files(database: Path) -> tuple[str, ...]:
+def scratch_files(database: Path) -> tuple[str, ...]:
     """The part, and the copy of the database with what SQLite puts beside it."""
     return (_PART, *(f"{database.name}{end}" for end in ("", "-journal", "-wal", "-shm")))
 
 
-def restore(source: Path, data_dir: Path) -> Found:
-    """Unpack a backup into `data_dir`, which must be empty or absent, and check it."""
+def restore(source: Path, data_dir: Path, *, deep: bool = True) -> Found:
+    """Unpack a backup into `data_dir`, which must be empty or absent, and check it.
+
+    `deep`: every digest, too.
+    """
     if data_dir.exists() and any(data_dir.iterdir()):
         raise ConfigError(f"{data_dir} is not empty; restore into a new folder and use that.")
     data_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +149,7 @@ def restore(source: Path, data_dir: Path) -> Found:
         raise ConfigError(f"{source} is no whole backup: {exc}") from exc
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return check(data_dir)
+    return check(data_dir, deep=deep)
 
 
 def _marked(found: Iterable[tar.Found], source: Path) -> Iterator[tar.Found]:
@@ -157,8 +164,11 @@ def _marked(found: Iterable[tar.Found], source: Path) -> Iterator[tar.Found]:
         raise ConfigError(f"{source} is no backup made by `tinkex admin backup`.")
 
 
-def check(data_dir: Path) -> Found:
-    """Hold the folder against its database, and the database against itself. Changes nothing."""
+def check(data_dir: Path, *, deep: bool = False) -> Found:
+    """Hold the folder against its database, and the database against itself. Changes nothing.
+
+    `deep` reads all weights and compares their digests with those that were written.
+    """
     database = database_of(data_dir)
     found = Found()
     try:
@@ -177,6 +187,9 @@ def check(data_dir: Path) -> Found:
     there = {path.relative_to(data_dir).as_posix() for path in _folders(data_dir)}
     found.num_listed = len(names)
     found.missing = sorted(name for name in names if not (data_dir / name).is_dir())
+    for name in sorted(names - set(found.missing)):
+        if damage := damage_of(data_dir / name, deep=deep):
+            found.damaged.append(f"{name}: {damage}")
     found.strays = sorted(there - names)
     _set_stored_apart(found, data_dir)
     return found
@@ -231,7 +244,7 @@ def connect(database: Path, *, writable: bool = False) -> closing[sqlite3.Connec
     return closing(sqlite3.connect(uri, uri=True, timeout=10))
 
 
-def _copy_database(source: Path, target: Path) -> None:
+def copy_database(source: Path, target: Path) -> None:
     with connect(source) as reader, closing(sqlite3.connect(target)) as writer:
         reader.backup(writer)
         # The copy takes over the WAL mode of its source. Only the main file goes into the tar, so

@@ -21,9 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from tinkex.errors import InvalidInputError
+from tinkex.errors import EngineError, InvalidInputError
 from tinkex.server.files.depot import Depot, is_stored
-from tinkex.server.files.folders import DataFolder
+from tinkex.server.files.disk_quota import DiskQuota, OverQuotaError
+from tinkex.server.files.encryption import is_encrypted
+from tinkex.server.files.folders import DataFolder, folder_size
+from tinkex.server.files.uploads import Uploads
 from tinkex.server.process.problems import ApiError
 from tinkex.store import Checkpoint, Store, UsageCount, User
 from tinkex.types.account.checkpoints import TinkerPath, check_name
@@ -68,12 +71,20 @@ def expiry_of(ttl_s: int | None) -> float | None:
 class Shelf:
     """All checkpoints of one server. Methods are coroutines; folder work runs off the loop."""
 
-    def __init__(self, store: Store, data_dir: Path, depot: Depot | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        data_dir: Path,
+        depot: Depot | None = None,
+        disk_quota: DiskQuota | None = None,
+    ) -> None:
         self._store = store
+        self.disk_quota = disk_quota or DiskQuota(store.stored, lambda user_id: 0)
         self.folders = DataFolder(data_dir)
         self.depot = depot
         self.root = self.folders.root / "checkpoints"
         self.ephemeral_root = self.folders.root / "ephemeral"
+        self.uploads = Uploads(self.folders.root / "uploads", store.stored)
         self._in_progress: set[str] = set()
         self._clearing: set[asyncio.Task[None]] = set()
         self.copying: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -130,15 +141,34 @@ class Shelf:
             )
         return None
 
+    def reserve(self, folder: Path, user_id: str, num_bytes: int, *, freed: int = 0) -> Path:
+        """Keep room for a new folder of about that size, whose row says how large it became.
+
+        Raises:
+            OverQuotaError: Its owner has no room for it; the folder is given up.
+        """
+        try:
+            name = self.folders.name(folder)
+            self.disk_quota.admit(name, user_id, max(num_bytes, 1), freed=freed)
+        except OverQuotaError:
+            self.remove_failed(folder)
+            raise
+        return folder
+
     async def register(self, checkpoint: Checkpoint) -> None:
         """List a checkpoint whose folder is complete; the folder it replaces goes.
 
         Raises:
+            OverQuotaError: Its owner has no room for it; nothing is listed.
             EngineError: The object store did not take it; nothing is listed.
         """
-        if self.depot is not None:
-            await self.depot.put(checkpoint.folder)
-        replaced = await self._store.call(self._store.checkpoints.put, checkpoint)
+        before = await self._store.call(self._store.checkpoints.get, checkpoint.path)
+        freed = before.size_bytes if before and before.user_id == checkpoint.user_id else 0
+        name, owner, size = checkpoint.folder, checkpoint.user_id, checkpoint.size_bytes
+        with self.disk_quota.admitted(name, owner, size, freed=freed):
+            if self.depot is not None:
+                await self.depot.put(checkpoint.folder)
+            replaced = await self._store.call(self._store.checkpoints.put, checkpoint)
         # Only now that a row knows the folder: before, `set_strays_aside` would have moved it.
         self.end_writing(self.folders.path(checkpoint.folder))
         self._store.usage.add([_saved(checkpoint)])
@@ -147,9 +177,16 @@ class Shelf:
         if replaced is not None:
             await self.remove_deleted()
 
+    def measure(self) -> None:
+        """Note the size of folders whose rows are from before sizes were kept. Blocks."""
+        for folder in self._store.folders.unmeasured():
+            with contextlib.suppress(EngineError):  # it lies outside the data folder
+                self._store.folders.set_size(folder, folder_size(self.folders.path(folder)))
+
     def end_writing(self, folder: Path) -> None:
         """Nobody writes there any more; when no row points at it by now, it is a stray."""
         self._in_progress.discard(str(folder))
+        self.disk_quota.release(self.folders.name(folder))
 
     def remove_failed(self, folder: Path) -> asyncio.Task[None]:
         """Remove what a failed save left, because a full disk may be the reason it failed."""
@@ -196,6 +233,21 @@ class Shelf:
             raise absent(path)
         return checkpoint
 
+    async def check_plain(self, checkpoint: Checkpoint, *, path: str) -> None:
+        """Refuse an export that only its recipients can read; `path` is the field in the message.
+
+        Raises:
+            InvalidInputError: It is encrypted.
+        """
+        if checkpoint.kind != "external_weights":
+            return
+        if await asyncio.to_thread(is_encrypted, await self.at_hand(checkpoint.folder)):
+            raise InvalidInputError(
+                f"{checkpoint.path} is encrypted for its recipients; use weights/ or "
+                "sampler_weights/ of the same run, or export it without recipients.",
+                path=path,
+            )
+
     async def owned(self, path: TinkerPath, user: User) -> Checkpoint:
         """A checkpoint of `user`'s own; a foreign one, even public, is a 404."""
         checkpoint = await self._store.call(self._store.checkpoints.get, str(path))
@@ -228,6 +280,7 @@ class Shelf:
     ) -> Checkpoint:
         """Duplicate a checkpoint's folder and list it under `target` for `user`."""
         async with self.making(target) as folder:
+            self.disk_quota.admit(self.folders.name(folder), user.user_id, source.size_bytes)
             await asyncio.to_thread(_copy_folder, await self.at_hand(source.folder), folder)
             copied = replace(
                 source,

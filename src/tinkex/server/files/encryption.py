@@ -39,6 +39,11 @@ def encrypt_folder(folder: Path, recipients: Sequence[str]) -> int:
     return size_bytes
 
 
+def is_encrypted(folder: Path) -> bool:
+    """Whether the files of a folder were encrypted. Blocks."""
+    return any(folder.glob("*.age"))
+
+
 def _parse(text: str, index: int) -> object:
     import pyrage
 

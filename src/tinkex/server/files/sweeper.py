@@ -19,7 +19,7 @@ from tinkex.store import Store, UsageCount
 log = logging.getLogger(__name__)
 ROUND_S = 60.0
 EPHEMERAL_GRACE_S = 3600.0
-"""How long an unnamed sampler snapshot outlives a session that was finished."""
+"""How long unnamed sampler weights and traced losses outlive a session that was finished."""
 EPHEMERAL_SILENT_S = 14 * 24 * 3600.0
 """How long it outlives the last sign of life of a session that nobody finished."""
 TRAJECTORY_TTL_S = 7 * 24 * 3600.0
@@ -53,6 +53,7 @@ class Sweeper:
         await self._store.call(self._count_storage, now)
         await self._drop_ephemeral(now)
         await self._shelf.remove_deleted()
+        await self._shelf.uploads.drop_old(now)
         if self._shelf.depot is not None:
             await self._shelf.depot.trim()
         purge = self._shelf.folders.purge_quarantine
@@ -76,11 +77,9 @@ class Sweeper:
         )
 
     async def _drop_ephemeral(self, now: float) -> None:
-        ended = await self._store.call(
-            self._store.sampling.ephemeral_of_ended,
-            now - EPHEMERAL_GRACE_S,
-            now - EPHEMERAL_SILENT_S,
-        )
+        moments = (now - EPHEMERAL_GRACE_S, now - EPHEMERAL_SILENT_S)
+        await self._store.call(self._store.sampling.forget_losses, *moments)
+        ended = await self._store.call(self._store.sampling.ephemeral_of_ended, *moments)
         for sampler in ended:
             await self._store.call(self._store.sampling.forget_folder, sampler.sampling_session_id)
 

@@ -13,6 +13,7 @@ user that an administrator disabled is refused.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import secrets
 import time
@@ -22,6 +23,7 @@ from typing import Annotated, Any
 import jwt
 from fastapi import Depends, Request
 
+from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.process.problems import ApiError
 from tinkex.store import ApiKey, Store, User
 
@@ -34,6 +36,10 @@ CACHE_S = 5.0
 """A revoked key is refused after this long at the latest, and so are the tokens it was given."""
 CACHE_SIZE = 4096
 MAX_CREDENTIAL = 4096
+MAX_ENDED_OF_USER = 1000
+"""Ended logins of one user that are remembered, across a restart too."""
+LOGOUT = "logout"
+"""The audit log's event of a login that its user ended."""
 _CONFIG_NOTE = "set in the server's configuration"
 _URN = "tml:user:"
 _KEY_CLAIM = "key_id"
@@ -85,6 +91,8 @@ class Auth:
         self._secret = secret
         self._open_user = open_user
         self._seen: dict[str, _Seen] = {}
+        # Tokens by digest that were logged out: until when, and whose.
+        self._ended: dict[str, tuple[float, str]] = {}
 
     @classmethod
     def open(
@@ -116,7 +124,9 @@ class Auth:
         if is_closed and not store.accounts.active_keys():
             logger.warning("no key is valid: all are refused until `tinkex keys add` makes one")
         open_user = None if is_closed else store.accounts.ensure_user(OPEN_USER)
-        return cls(store, secret, open_user)
+        auth = cls(store, secret, open_user)
+        auth._remember_logouts()
+        return auth
 
     @property
     def is_open(self) -> bool:
@@ -193,9 +203,40 @@ class Auth:
             "email": identity.user.email,
             "iat": now,
             "exp": now + TOKEN_TTL_S,
+            "jti": secrets.token_hex(8),  # two logins of one second end each by itself
             _KEY_CLAIM: identity.key_id,
         }
         return jwt.encode(claims, self._secret, algorithm="HS256")
+
+    def _remember_logouts(self) -> None:
+        start = time.time() - TOKEN_TTL_S
+        for entry in self._store.audit.newest_of_users(LOGOUT, MAX_ENDED_OF_USER, start=start):
+            until = entry.timestamp + TOKEN_TTL_S
+            self._ended[str(entry.details.get("token"))] = until, entry.user_id
+
+    async def end_token(self, token: str) -> None:
+        """Refuse a token from now on, because its visitor logged out; a restart remembers it."""
+        user = await self.user_of(token)
+        now, digest = time.time(), _digest(token)
+        self._ended = {one: ended for one, ended in self._ended.items() if ended[0] > now}
+        # By user: who logs out again and again must not let in another's ended token.
+        mine = [one for one, (_, owner) in self._ended.items() if owner == user.user_id]
+        for oldest in mine[: max(0, len(mine) + 1 - MAX_ENDED_OF_USER)]:
+            del self._ended[oldest]
+        self._ended[digest] = now + TOKEN_TTL_S, user.user_id
+        self._seen.pop(token, None)
+        self._store.audit.record(user.user_id, LOGOUT, {"token": digest})
+
+    async def reader_of(self, token: str, failed_logins: FailedLogins, guesser: User) -> User:
+        """The user whose token another one shows, to read what is theirs.
+
+        Raises:
+            ApiError: 401; 429 for who tries one after the other, as at the login.
+        """
+        try:
+            return await self.user_of(token)
+        except ApiError as exc:
+            raise failed_logins.put_off(exc, f"user {guesser.user_id}") from exc
 
     async def _still_open(self) -> User | None:
         """The user of an open server. Once it has a key it stays closed, whatever is revoked."""
@@ -207,7 +248,7 @@ class Auth:
 
     async def _look_up(self, credential: str) -> Identity:
         open_user = await self._still_open()
-        if credential.startswith("eyJ"):
+        if is_token(credential):
             return await self._from_token(credential)
         if open_user is not None:
             if credential and not credential.startswith("tml-"):
@@ -221,6 +262,8 @@ class Auth:
         return await self._identified(record, CACHE_S)
 
     async def _from_token(self, token: str) -> Identity:
+        if self._ended and _digest(token) in self._ended:
+            raise _refused("This login was ended by its user. Log in again.")
         try:
             claims: dict[str, Any] = jwt.decode(
                 token,
@@ -288,6 +331,15 @@ def new_key() -> str:
 def is_configured(key: ApiKey) -> bool:
     """Whether a key stands in the server's configuration: revoked, it would be back at a start."""
     return key.note == _CONFIG_NOTE
+
+
+def is_token(credential: str) -> bool:
+    """Whether a credential looks like a signed token, which ends within the hour, and not a key."""
+    return credential.startswith("eyJ")
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()[:32]
 
 
 def user_urn(user_id: str) -> str:

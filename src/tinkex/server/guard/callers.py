@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 PREFIXES = ("/v1", "/oai/api/v1")
 """Of the paths of foreign APIs: OpenAI's own, and the one of the hosted service."""
-_BELOW = tuple(f"{prefix}/" for prefix in PREFIXES)
+ANTHROPIC = "/anthropic/api"
+"""Of the paths of Anthropic's API at the hosted service; its own has nothing before `/v1`."""
+_BELOW = tuple(f"{prefix}/" for prefix in (*PREFIXES, ANTHROPIC))
 
 
 def is_foreign(path: str) -> bool:

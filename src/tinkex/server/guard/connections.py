@@ -3,7 +3,8 @@
 Anybody can open connections, send headers that never end, send a body a byte at a time, or not
 read the answer. `Guarded` is uvicorn's protocol with a bound on each: bytes and seconds of the
 head, seconds between two pieces of a body and for all of it, seconds in which an answer is not read
-at all, and connections per address. It knows bytes and clocks, not routes or keys.
+at all and for all of it, requests that wait behind another, and connections per address. It knows
+bytes and clocks, not routes or keys.
 
 uvicorn writes the head and the body of an answer one after the other, and each write of a few bytes
 costs both sides more than the bytes do. `Joined` lets a head wait for a body that is there already.
@@ -36,7 +37,12 @@ LOOK_EVERY_S = 1.0
 HOLD_HEAD = "tinkex.hold_head"
 """In a request's scope: a function to call before an answer whose body is there with its head."""
 SLOWEST = 16 * 1024
-"""Bytes a second at which a body may come for as long as it takes."""
+"""Bytes a second at which a body may come, or an answer be read, for as long as it takes."""
+PIECE_BYTES = 256 * 1024
+"""Of an answer that is given to a connection at a time; the rest of it waits outside."""
+MAX_PIPELINED = 16
+"""Requests on a connection that wait behind the one under way. A head is a few bytes, and becomes
+kilobytes."""
 _REFUSED = (
     "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n"
     "connection: close\r\n\r\n{body}"
@@ -135,7 +141,9 @@ class Joined:
         self._is_holding = True
 
     def write(self, data: bytes) -> None:
-        if self._is_holding:
+        if self.is_closing():  # uvicorn tells only the last of several requests that it is over
+            self._held = None
+        elif self._is_holding:
             self._is_holding, self._held = False, data
         elif self._held is not None:
             held, self._held = self._held, None
@@ -161,6 +169,7 @@ class Guarded(HttpToolsProtocol):
         self._unread_until = math.inf
         self._when_silent: Callable[[], None] = self._late_head
         self._body_ends_at = 0.0
+        self._answer_ends_at = math.inf
 
     # ------------------------------------------------------------------------ the connection
 
@@ -221,6 +230,10 @@ class Guarded(HttpToolsProtocol):
         if len(self.headers) > MAX_HEADERS or (may_be_large and self._has_large_head()):
             self._refuse("431 Request Header Fields Too Large", "too_large", _HEAD_TEXT)
             return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self.transport.abort()
+            # Anything raised ends the parsing: what follows in this piece is thousands of heads.
+            raise ConnectionAbortedError(f"{MAX_PIPELINED} requests wait on this connection")
         self._body_ends_at = time.monotonic() + self.limits.body_timeout_s
         self._when_silent = self._late_body
         self.scope[HOLD_HEAD] = self._joined.hold  # type: ignore[literal-required]
@@ -271,6 +284,8 @@ class Guarded(HttpToolsProtocol):
             super().on_response_complete()
             return
         self.server_state.total_requests += 1
+        self._answer_ends_at = math.inf
+        self.cycle.body = bytearray()  # of a body that was refused, a piece may be here
         self.flow.resume_reading()
         if self._in_head and not self._head_bytes:
             self._keep()
@@ -282,14 +297,21 @@ class Guarded(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._unread_until == math.inf:
-            self._unread_until = time.monotonic() + self.limits.write_pause_s
+        pause_ends_at = time.monotonic() + self.limits.write_pause_s
+        if self._answer_ends_at == math.inf:
+            self._answer_ends_at = pause_ends_at
+        self._unread_until = min(pause_ends_at, self._answer_ends_at)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._answer_ends_at += PIECE_BYTES / SLOWEST
         self._unread_until = math.inf
 
     # ------------------------------------------------------------------------ tools
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
 
     def _refuse(self, status: str, code: str, text: str) -> None:
         if self.transport.is_closing():

@@ -23,7 +23,10 @@ class _Tries:
 
 
 class FailedLogins:
-    """Counts refused credentials by address; `on_refused` hears of an address once a minute."""
+    """Counts refused credentials by address, or by the user who names them in a request.
+
+    `on_refused` hears of each once a minute.
+    """
 
     MAX_A_MINUTE = 120
 

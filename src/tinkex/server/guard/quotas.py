@@ -5,25 +5,27 @@ the user; 0 means none. All keys of a user share them, so that a second key doub
 may have a rate of its own beneath its user's. What is held (disk, sessions, models, work, results)
 outlives its key, or is fetched with another, so it is counted for the user: to limit what one key
 holds, give it a user of its own.
-Amounts are counted in the database and remembered for a few seconds, so a burst can pass a limit by
-what it makes in that time, not more.
+Sessions and models are counted in the database and made under a lock of their user (`one_more`), so
+that a burst makes no more than there may be. Bytes on the disk are judged in `files.disk_quota`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tinkex.errors import ConfigError
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.process.problems import ApiError
 from tinkex.store import Store, User
 
-LOOK_EVERY_S = 3.0
 DAY_S = 86_400.0
 BURST_S = 10.0
 """Requests of so many seconds may come at once."""
@@ -38,38 +40,30 @@ class Quota:
     counts: str
     way_out: str
     retry_s: int = 60
-    paths: tuple[str, ...] = ()
-    """Calls that make more of it."""
+    is_held: bool = False
+    """The user has it until something of it is given back."""
 
     @property
     def setting(self) -> str:
         return f"max_user_{self.name}"
 
     def refusal(self, amount: float, limit: float) -> ApiError:
+        headers = {"Retry-After": str(self.retry_s)}
+        if self.is_held:
+            headers["x-should-retry"] = "false"  # waiting does not make it less
         return ApiError(
             429,
             f"You have {amount:.0f} {self.counts}, the limit {self.name!r} is {limit:.0f}. "
             f"{self.way_out}, or ask an administrator of this server for more.",
             code="quota",
-            headers={"Retry-After": str(self.retry_s)},
+            headers=headers,
         )
 
 
-_SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 _DECLARED = (
-    Quota(
-        "disk_bytes",
-        "bytes of checkpoints",
-        "Delete checkpoints, give them a time to live",
-        paths=(*_SAVES, "checkpoints/import", "copy_weights"),
-    ),
-    Quota(
-        "sessions",
-        "sessions",
-        "Finish sessions, use one for several runs",
-        paths=("create_session",),
-    ),
-    Quota("models", "models", "Unload models that are done", paths=("create_model",)),
+    Quota("disk_bytes", "bytes on the disk", "Delete what you do not need", is_held=True),
+    Quota("sessions", "sessions", "Finish sessions, use one for several runs", is_held=True),
+    Quota("models", "models", "Unload models that are done", is_held=True),
     Quota("queued", "requests that wait or run", "Wait until some of them are done", retry_s=2),
     Quota("running", "requests at the workers", "More of them wait by themselves"),
     Quota(
@@ -81,12 +75,9 @@ _DECLARED = (
     Quota("requests_per_minute", "requests a minute", "Slow down", retry_s=1),
 )
 COUNTED = ("sessions", "models", "disk_bytes")
-"""Those that the database counts."""
+"""Those that are counted from what is stored."""
 QUOTAS: dict[str, Quota] = {quota.name: quota for quota in _DECLARED}
 _SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_BY_PATH = {f"/api/v1/{path}": quota for quota in _DECLARED for path in quota.paths}
-LIMITED_PATHS = frozenset(_BY_PATH)
-"""Paths of calls that make more of what has a limit."""
 
 
 def check_names(quotas: Mapping[str, Any]) -> None:
@@ -141,9 +132,18 @@ class Quotas:
             quota.name: getattr(config, quota.setting) for quota in _DECLARED
         }
         self._own: OrderedDict[str, Mapping[str, float]] = OrderedDict()
-        self._counts: OrderedDict[tuple[str, str], _Count] = OrderedDict()
+        # A lock lives as long as somebody holds it or waits for it.
+        self._making: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         self._buckets: OrderedDict[str | int | None, _Count] = OrderedDict()
         """By the name of a user or the number of a key."""
+
+    def load(self) -> None:
+        """Read the limits of all users that have their own: accepted work goes on before they come.
+
+        Blocks.
+        """
+        for user in self._store.accounts.with_quotas(MAX_REMEMBERED):
+            self.note(user)
 
     def note(self, user: User) -> None:
         """Take the limits of a user as they are now; every request comes by here."""
@@ -209,34 +209,28 @@ class Quotas:
         bucket.until = now
         return bucket
 
-    async def require(self, user_id: str, path: str) -> None:
-        """Refuse a call that makes more of what the user has enough of.
+    @asynccontextmanager
+    async def one_more(self, user_id: str, name: str) -> AsyncIterator[None]:
+        """A block in which one session or model of the user is made, unless they have enough.
 
         Raises:
             ApiError: 429.
         """
-        quota = _BY_PATH.get(path)
-        if quota is None or not self.limit(user_id, quota.name):
+        if not self.limit(user_id, name):
+            yield
             return
-        count = self._counts.get((user_id, quota.name))
-        if count is None or count.until < self._clock():
-            amount = await self._store.call(self.count, user_id, quota.name)
-            count = _Count(amount, self._clock() + LOOK_EVERY_S)
-            self._counts[(user_id, quota.name)] = count
-            _trim(self._counts)
-        self.check(user_id, quota.name, count.amount)
-        # How many bytes a save takes is known only when it is written.
-        if quota.name != "disk_bytes":
-            count.amount += 1
+        # Counted and made in one turn: sixty at once would all see the count before the first.
+        async with self._making.setdefault((user_id, name), asyncio.Lock()):
+            amount = await self._store.call(self.count, user_id, name)
+            self.check(user_id, name, amount)
+            yield
 
     def forget(self, user_id: str) -> None:
-        """Count again, because what the user holds or may hold was changed."""
-        for name in QUOTAS:
-            self._counts.pop((user_id, name), None)
+        """Begin the count of requests anew, because what the user may do was changed."""
         self._buckets.pop(user_id, None)
 
     def count(self, user_id: str, name: str) -> int:
-        """How much of something that the database knows a user has. Blocks."""
+        """How much of something that is stored a user has. Blocks."""
         return self.counts([user_id], name).get(user_id, 0)
 
     def counts(self, user_ids: Sequence[str], name: str) -> dict[str, int]:
@@ -245,7 +239,7 @@ class Quotas:
             return self._store.sessions.count_alive(user_ids, time.time() - DAY_S)
         if name == "models":
             return self._store.models.count_loaded(user_ids)
-        return self._store.checkpoints.bytes_of(user_ids)
+        return {user_id: self._store.stored.of(user_id).total() for user_id in user_ids}
 
 
 def _trim(counts: OrderedDict[Any, Any]) -> None:

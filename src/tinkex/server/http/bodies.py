@@ -1,13 +1,14 @@
-"""Read request bodies within limits: of one route, of one user, of the whole server.
+"""Bytes that requests hold, within limits: of one route, of one user, of the whole server.
 
 A body is read once, decompressed with a bound and decoded off the event loop when it is large, so
-that a heartbeat never waits behind a big batch. The door has asked before who sends it.
+that a heartbeat never waits behind a big batch. The door has asked before who sends it. An answer
+is counted in the same budget until whoever asked has read it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from tinkex.server.process.off_loop import LARGE_BYTES, off_loop
 from tinkex.server.process.problems import ApiError
 from tinkex.wire import requests, sample_batch
 from tinkex.wire.body import BodyTooLargeError, frame_size, unpack, unpacked_size
-from tinkex.wire.budget import check_json, parsed_json_bytes, quick_json_shape
+from tinkex.wire.budget import check_json, parsed_json_bytes, quick_json_cost
 from tinkex.wire.generation import names_protobuf
 from tinkex.wire.requests import Opened
 
@@ -34,6 +35,7 @@ RESERVE_BYTES = 1024 * 1024
 _KEPT = "tinkex.body"
 _SIZE = "tinkex.size"
 _HELD = "tinkex.held"
+_EXCESS = "tinkex.excess"
 _PARSED = "tinkex.parsed"
 _HEADERS = "tinkex.headers"
 
@@ -51,7 +53,7 @@ def header(request: Request, name: bytes) -> str:
     return headers_of(request.scope).get(name, b"").decode("latin-1")
 
 
-def limited(scope: Scope, receive: Receive, max_body_bytes: int) -> Receive:
+def limited(scope: Scope, receive: Receive, max_body_bytes: int, max_upload_bytes: int) -> Receive:
     """`receive` that refuses a body beyond the limit of its route, before or while it is read.
 
     Raises:
@@ -59,7 +61,7 @@ def limited(scope: Scope, receive: Receive, max_body_bytes: int) -> Receive:
     """
     headers = headers_of(scope)
     kind = headers.get(b"content-type", b"").decode("latin-1")
-    limit = body_limit(scope["path"], kind, max_body_bytes)
+    limit = body_limit(scope["path"], kind, max_body_bytes, max_upload_bytes)
     declared = headers.get(b"content-length", b"0")
     # No length has more than 19 digits, and int() raises a ValueError for more than 4300.
     if not declared.isdigit() or len(declared) > 19 or int(declared) > limit:
@@ -76,6 +78,23 @@ def limited(scope: Scope, receive: Receive, max_body_bytes: int) -> Receive:
         return message
 
     return bounded
+
+
+def declared_bytes(request: Request) -> int:
+    """How long the body says it is; 0 for one that does not say."""
+    size: int = request.scope[_SIZE][0]
+    return size
+
+
+async def body_pieces(request: Request) -> AsyncIterator[bytes]:
+    """The body as it comes, for a route that does not keep it in memory."""
+    is_more = True
+    while is_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect()
+        yield message.get("body", b"")
+        is_more = message.get("more_body", False)
 
 
 async def receive_body(request: Request) -> bytes:
@@ -95,12 +114,8 @@ async def receive_body(request: Request) -> bytes:
     if reserved >= SMALL_BODY_BYTES:
         await _reserve(request, reserved)
     parts: list[bytes] = []
-    size, is_more = 0, True
-    while is_more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect()
-        part, is_more = message.get("body", b""), message.get("more_body", False)
+    size = 0
+    async for part in body_pieces(request):
         size += len(part)
         if size > reserved:
             await _reserve(request, RESERVE_BYTES)
@@ -135,6 +150,25 @@ async def reserve_parsed(request: Request, num_bytes: int) -> None:
     request.scope[_PARSED] = (budget, user_id, num_bytes)
 
 
+async def reserve_answer(request: Request, num_bytes: int) -> None:
+    """Wait for room for an answer of at most so many bytes, before it is made.
+
+    The body of the request goes first, so nobody waits for an answer's room who holds a body's.
+    More than a user's share is counted when it is there: it would wait for an idle server.
+    """
+    budget = dependencies_of(request).bodies
+    let_go(request.scope, budget)
+    await _reserve(request, min(num_bytes, budget.per_user_bytes))
+
+
+def count_answer(scope: Scope, budget: BodyBudget, num_bytes: int) -> None:
+    """Count by how much an answer is larger than what was reserved for it; it is there already."""
+    more = num_bytes - sum(size for _, size in scope.get(_HELD, ()))
+    if more > 0 and _EXCESS not in scope:
+        scope[_EXCESS] = (scope.get("tinkex.user", ""), more)
+        budget.exceed(*scope[_EXCESS])
+
+
 def is_parsed_held(scope: Scope) -> bool:
     return _PARSED in scope
 
@@ -147,7 +181,13 @@ def let_go_parsed(scope: Scope) -> None:
 
 
 def let_go(scope: Scope, budget: BodyBudget) -> None:
-    """The request is answered: others may use the room of its body."""
+    """The request is answered: its body goes, and others may use the room of it.
+
+    The scope of a request lives on as long as its connection, which may stay open for minutes.
+    """
+    scope.pop(_KEPT, None)
+    if (excess := scope.pop(_EXCESS, None)) is not None:
+        budget.return_excess(*excess)
     for user_id, num_bytes in scope.pop(_HELD, ()):
         budget.release(user_id, num_bytes)
     let_go_parsed(scope)
@@ -226,7 +266,7 @@ async def _in_turn(request: Request, name: str, work: Callable[[str, bytes, str]
 def _room_for(raw: bytes) -> int:
     """Bytes that a body of JSON becomes; refuses one that is too much."""
     check_json(raw)
-    return parsed_json_bytes(raw, quick_json_shape(raw))
+    return parsed_json_bytes(raw, quick_json_cost(raw))
 
 
 async def parse_in_turn(request: Request, cost: int, work: Callable[..., T], *args: Any) -> T:

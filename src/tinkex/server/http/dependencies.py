@@ -22,6 +22,7 @@ from tinkex.server.guard.limits import BodyBudget
 from tinkex.server.guard.quotas import Quotas
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.process.presence import Presence
+from tinkex.server.sandbox.sandbox import Sandbox
 from tinkex.server.service.metrics import ServerMetrics
 from tinkex.server.service.service import Service
 from tinkex.store import Store
@@ -47,6 +48,8 @@ class AppDependencies:
     """Bytes of bodies as they were sent, and unpacked."""
     parsed_bodies: BodyBudget
     """Bytes of the objects that JSON bodies became."""
+    sandbox: Sandbox = field(default_factory=Sandbox)
+    """Unpacks and renders what strangers sent."""
     reading: FairGate = field(default_factory=lambda: FairGate(READING_AT_ONCE))
     """Turns for parsing bodies of many parts."""
     connections: ConnectionLimits | None = None

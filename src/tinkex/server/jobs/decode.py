@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
+from tinkex.contract.teachers import split_config
 from tinkex.engine.jobs import Array, CsrArray, TrainDatum
 from tinkex.errors import NotSupportedError
+from tinkex.server.jobs.teaching import Teaching
 from tinkex.types.data.chunks import DmelChunk, EncodedTextChunk
 from tinkex.types.data.datum import Datum
 from tinkex.types.data.model_input import ModelInput
@@ -29,15 +31,18 @@ class TrainRequest:
     data: tuple[TrainDatum, ...]
     loss_fn: str
     loss_fn_config: Mapping[str, float | str]
+    """Without what names a teacher."""
+    teaching: Teaching | None = None
 
 
 def train_request(request: Pass) -> TrainRequest:
     inputs = request.input
-    config = inputs.loss_fn_config or {}
+    teacher, config = split_config(inputs.loss_fn, inputs.loss_fn_config or {})
     return TrainRequest(
         data=tuple(_datum(index, datum) for index, datum in enumerate(inputs.data)),
         loss_fn=inputs.loss_fn,
         loss_fn_config={k: v if isinstance(v, str) else float(v) for k, v in config.items()},
+        teaching=None if teacher is None else Teaching.of(teacher),
     )
 
 

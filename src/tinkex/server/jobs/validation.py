@@ -15,13 +15,20 @@ from typing import Any
 from tinkex.contract.losses import CUSTOM, Loss, check_inputs, find_loss, read_settings
 from tinkex.contract.optimizers import OptimizerParams, find_optimizer, read_params
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
-from tinkex.contract.sampling import DrawSettings, SampleOptions, check_vocabulary, read_stop
+from tinkex.contract.sampling import (
+    DrawSettings,
+    SampleOptions,
+    check_draws,
+    check_vocabulary,
+    read_stop,
+)
 from tinkex.engine.jobs import Array, CsrArray, ModelInfo, SampleJob, TracedLoss, TrainDatum
 from tinkex.engine.numerics import routed_experts
 from tinkex.engine.numerics.arrays import check_dense_bytes, form_of, sparse_inputs
 from tinkex.errors import InvalidInputError, NotSupportedError
 from tinkex.server.jobs import decode
 from tinkex.server.jobs.decode import TrainRequest
+from tinkex.server.jobs.teaching import check_untaught
 from tinkex.types import LoraConfig, OptimizerConfigBase, OptimStepRequest, SampleRequest
 
 DEFAULT_RANK, DEFAULT_ALPHA = 32, 32.0
@@ -44,6 +51,9 @@ def check_train(request: TrainRequest, info: ModelInfo | None) -> None:
     else:
         loss = find_loss(request.loss_fn)
         read_settings(loss, request.loss_fn_config)
+    if request.teaching is not None:
+        check_untaught(request.teaching, request.loss_fn, request.data)
+        loss = loss and loss.taught()
     for index, datum in enumerate(request.data):
         _check_datum(loss, index, datum, info)
     if sparse := sparse_inputs(request.data):
@@ -191,10 +201,14 @@ def sample_job(
         if job.routed_experts:
             routed_experts.require(info.experts, info.base_model, ROUTED_EXPERTS)
     _check_last_n(job)
+    if job.prompt_alt_tokens_k:
+        check_draws(job, len(prompt))
     _check_room(job, info)
     if request.record_stability_info:
         raise NotSupportedError(
-            "stability records are not kept by this server; leave it false.",
+            "stability records are not kept by this server: only stable_reinforce reads them, "
+            "and it has no public definition. Leave it false and train with another loss "
+            "(tinker-cookbook: loss_fn=importance_sampling).",
             path="record_stability_info",
         )
     return job
@@ -219,18 +233,19 @@ def check_result_size(job: SampleJob, info: ModelInfo | None, max_bytes: int) ->
     room = max((info.max_context_length if info else 0) - len(job.prompt), 0)
     max_tokens = room if job.max_tokens is None else job.max_tokens
     sampled = job.num_samples * max_tokens * (TOKEN_BYTES + PAIR_BYTES * job.topk_sample_logprobs)
-    prompted = len(job.prompt) * (TOKEN_BYTES + PAIR_BYTES * job.topk_prompt_logprobs)
+    per_token = job.topk_prompt_logprobs + job.prompt_alt_tokens_k
+    prompted = len(job.prompt) * (TOKEN_BYTES + PAIR_BYTES * per_token)
     routed = ""
     if job.routed_experts and info is not None and info.experts is not None:
-        per_token = info.experts.bytes_per_token
-        sampled += job.num_samples * max_tokens * per_token
-        prompted += len(job.prompt) * per_token
-        routed = f" and {per_token} bytes of routed_experts a token"
+        expert_bytes = info.experts.bytes_per_token
+        sampled += job.num_samples * max_tokens * expert_bytes
+        prompted += len(job.prompt) * expert_bytes
+        routed = f" and {expert_bytes} bytes of routed_experts a token"
     if sampled + prompted > max_bytes:
         raise InvalidInputError(
             f"num_samples {job.num_samples} x max_tokens {max_tokens} with "
-            f"{job.topk_sample_logprobs} alternatives each{routed} may take "
-            f"{sampled + prompted} bytes, "
+            f"{job.topk_sample_logprobs} alternatives each{routed} and {len(job.prompt)} tokens of "
+            f"a prompt with {per_token} each may take {sampled + prompted} bytes, "
             f"the server keeps {max_bytes} per request. Lower one of them, or ask in parts.",
             path="num_samples",
         )

@@ -20,6 +20,7 @@ from tinkex.engine.jobs import (
 from tinkex.errors import InvalidInputError
 from tinkex.server.jobs import validation
 from tinkex.server.process.problems import ApiError
+from tinkex.server.runs.descriptions import given_name
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.operation import (
     Conclusion,
@@ -60,6 +61,7 @@ class CreateModel(Operation[Shape]):
     async def new_model(self, request: CreateModelRequest, user: User) -> Model:
         shape = _shape(request, secrets.randbelow(2**31))
         self.deps.catalog.resolve(request.base_model)
+        await self.deps.catalog.check_context(request.base_model)
         return _new_model(request, user, request.base_model, shape.lora, shape.optimizer_config)
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Shape:
@@ -127,26 +129,38 @@ class LoadWeights(Operation[Loading]):
     async def new_model(self, request: LoadWeightsRequest, user: User) -> Model:
         checkpoint = await self._readable(request, user)
         base_model = request.base_model or checkpoint.base_model
+        await self.deps.catalog.check_context(base_model)
         config = checkpoint.optimizer_config
         if request.optimizer_config is not None:
             config = validation.optimizer_config(request.optimizer_config)
-        return _new_model(request, user, base_model, checkpoint.lora, dict(config))
+        model = _new_model(request, user, base_model, checkpoint.lora, dict(config))
+        return replace(model, made_from=checkpoint.path)
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Loading:
         request: LoadWeightsRequest = opened.read()
         checkpoint = await self._readable(request, user)
         self._check_fit(checkpoint, model.base_model, request.optimizer)
+        store = self.deps.store
+        before = await store.call(store.models.get_snapshot, model.model_id)
+        # Its state is saved right after; how large it is then, the checkpoint says roughly.
+        freed = before.size_bytes if before else 0
+        self.deps.disk_quota.require(model.user_id, checkpoint.size_bytes, freed=freed)
         token = request.weights_access_token
-        reader = (await self.deps.user_of(token)).user_id if token else ""
+        reader = (await self.deps.auth.user_of(token)).user_id if token else ""
         return Loading(request.path, request.optimizer, checkpoint.folder, reader)
 
     async def _readable(self, request: LoadWeightsRequest, user: User) -> Checkpoint:
         token = request.weights_access_token
+        deps = self.deps
         try:
-            owner = await self.deps.user_of(token) if token else None
-            return await self.deps.shelf.readable(request.path, user, token_user=owner)
+            owner = await deps.auth.reader_of(token, deps.failed_logins, user) if token else None
+            found = await deps.shelf.readable(request.path, user, token_user=owner)
         except ApiError as exc:
+            if exc.status == 429:
+                raise
             raise InvalidInputError(str(exc), path="path") from exc
+        await self.deps.shelf.check_plain(found, path="path")
+        return found
 
     def _check_fit(self, checkpoint: Checkpoint, base_model: str, optimizer: bool) -> None:
         resolve = self.deps.catalog.resolve
@@ -154,11 +168,6 @@ class LoadWeights(Operation[Loading]):
             raise InvalidInputError(
                 f"{checkpoint.path} was trained on {checkpoint.base_model!r}, "
                 f"the model is {base_model!r}",
-                path="path",
-            )
-        if checkpoint.kind == "external_weights":
-            raise InvalidInputError(
-                f"{checkpoint.path} is an export; load from weights/ or sampler_weights/",
                 path="path",
             )
         if optimizer and not checkpoint.has_optimizer:
@@ -251,4 +260,5 @@ def _new_model(
         last_request_time=now,
         corrupted=False,
         unloaded=False,
+        name=given_name(request.user_metadata),
     )

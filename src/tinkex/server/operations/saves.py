@@ -13,7 +13,9 @@ import orjson
 from tinkex.engine.jobs import AdapterResult, Job, Result, SaveAdapterJob
 from tinkex.errors import InvalidInputError
 from tinkex.server.files.checkpoints import expiry_of, parse_path
+from tinkex.server.files.disk_quota import OverQuotaError
 from tinkex.server.files.encryption import check_recipients, encrypt_folder
+from tinkex.server.runs.rates import SAMPLER_BYTES, STATE_BYTES
 from tinkex.server.work.futures import Outcome
 from tinkex.server.work.operation import (
     Conclusion,
@@ -39,6 +41,7 @@ class Save:
     path: str | None
     """Where it will be listed; None: in a sampling session of its own."""
     sampling_session_seq_id: int = 0
+    inflight: bool = False
     overwrite: bool = False
     ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
@@ -54,7 +57,8 @@ class SaveWeights(Operation[Save]):
     for_sampling: ClassVar[bool] = False
 
     def identity(self, opened: Opened) -> bytes:
-        names = ("path", "overwrite", "ttl_seconds", "user_metadata", "age_encryption_recipients")
+        names = ["path", "overwrite", "ttl_seconds", "user_metadata", "age_encryption_recipients"]
+        names += ["kind"] if opened.fields.get("kind") == "inflight" else []
         return canonical({name: opened.fields.get(name) for name in names})
 
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Save:
@@ -90,7 +94,13 @@ class SaveWeights(Operation[Save]):
         done = await shelf.admit(path, overwrite=checked.overwrite, request_id=run.request_id)
         if done is not None:  # before a crash, which lost the end of the request
             return self._saved(checked.path, done.size_bytes)
-        return self._job(shelf.new_folder(path), run)
+        user_id, store = run.model.user_id, self.deps.store
+        # Judged again now: those before it in the queue may have filled the quota.
+        same = await store.call(store.checkpoints.last_of_runs, [run.model.model_id], self.kind)
+        size = max((checkpoint.size_bytes for checkpoint in same.values()), default=0)
+        replaced = await store.call(store.checkpoints.get, checked.path)
+        freed = replaced.size_bytes if replaced else 0
+        return self._job(shelf.reserve(shelf.new_folder(path), user_id, size, freed=freed), run)
 
     def _job(self, folder: Path, run: OperationRun, *, ephemeral: bool = False) -> SaveAdapterJob:
         return SaveAdapterJob(
@@ -109,7 +119,12 @@ class SaveWeights(Operation[Save]):
         assert isinstance(result, AdapterResult)
         assert checked.path is not None
         size_bytes = await self._finish(checked, Path(job.folder), result.size_bytes)
-        await self.deps.shelf.register(self._checkpoint(checked, run, job, size_bytes))
+        num_steps = await self.deps.curves.count_steps(run.model.model_id)
+        checkpoint = self._checkpoint(checked, run, job, size_bytes, num_steps)
+        await self.deps.shelf.register(checkpoint)
+        base_model = self.deps.catalog.engine_name(run.model.base_model)
+        work = STATE_BYTES if self.with_optimizer else SAMPLER_BYTES
+        self.deps.rates.note(base_model, work, float(run.model.lora["rank"]), size_bytes)
         return Conclusion(outcome=self._saved(checked.path, size_bytes))
 
     async def _finish(self, checked: Save, folder: Path, size_bytes: int) -> int:
@@ -117,7 +132,12 @@ class SaveWeights(Operation[Save]):
         return size_bytes
 
     def _checkpoint(
-        self, checked: Save, run: OperationRun, job: SaveAdapterJob, size_bytes: int
+        self,
+        checked: Save,
+        run: OperationRun,
+        job: SaveAdapterJob,
+        size_bytes: int,
+        num_steps: int,
     ) -> Checkpoint:
         assert checked.path is not None
         path, model = parse_path(checked.path), run.model
@@ -137,6 +157,7 @@ class SaveWeights(Operation[Save]):
             expires_at=expiry_of(checked.ttl_seconds),
             user_metadata=checked.user_metadata,
             request_id=run.request_id,
+            num_steps=num_steps,
         )
 
     def _saved(self, path: str, size_bytes: int) -> Outcome:
@@ -165,19 +186,38 @@ class SaveWeightsForSampler(SaveWeights):
     async def check(self, opened: Opened, model: Model, user: User, seq_id: int) -> Save:
         checked = await super().check(opened, model, user, seq_id)
         request: SaveWeightsForSamplerRequest = opened.read()
+        inflight = request.kind == "inflight"
         if request.path is not None or request.sampling_session_seq_id is None:
+            if inflight:
+                raise InvalidInputError(
+                    "only an unnamed save can be 'inflight': leave `path` out and give a "
+                    "sampling_session_seq_id (save_weights_and_get_sampling_client does)",
+                    path="kind",
+                )
             return checked
         return Save(
             path=None,
             sampling_session_seq_id=request.sampling_session_seq_id,
+            inflight=inflight,
             user_metadata=checked.user_metadata,
         )
 
     async def job(self, checked: Save, run: OperationRun) -> SaveAdapterJob | Outcome:
         if checked.path is not None:
             return await super().job(checked, run)
-        folder = self.deps.shelf.new_ephemeral_folder(_session_id(checked, run))
-        return self._job(folder, run, ephemeral=True)
+        return self._job(await self._unnamed_folder(checked, run), run, ephemeral=True)
+
+    async def _unnamed_folder(self, checked: Save, run: OperationRun) -> Path:
+        """A folder for weights as large as the last; older ones go where there is no room."""
+        shelf, sessions, model = self.deps.shelf, self.deps.sampling_sessions, run.model
+        size = await sessions.last_unnamed_bytes(model.model_id)
+        try:
+            self.deps.disk_quota.require(model.user_id, max(size, 1))
+        except OverQuotaError:
+            await sessions.drop_superseded(model.model_id, keep=1)
+            await shelf.remove_deleted()
+        folder = shelf.new_ephemeral_folder(_session_id(checked, run))
+        return shelf.reserve(folder, model.user_id, size)
 
     async def conclude(
         self, checked: Save, run: OperationRun, job: Job, result: Result
@@ -185,6 +225,7 @@ class SaveWeightsForSampler(SaveWeights):
         if checked.path is not None:
             return await super().conclude(checked, run, job, result)
         assert isinstance(job, SaveAdapterJob)
+        assert isinstance(result, AdapterResult)
         model, store, folder = run.model, self.deps.store, Path(job.folder)
         session = SamplingSession(
             sampling_session_id=_session_id(checked, run),
@@ -197,8 +238,13 @@ class SaveWeightsForSampler(SaveWeights):
             ephemeral=True,
             created_at=time.time(),
             model_id=model.model_id,
+            size_bytes=result.size_bytes,
+            inflight=checked.inflight,
         )
-        stored = await store.call(store.sampling.create, session)  # a repeat gives the first
+        name, size = self.deps.shelf.folders.name(folder), result.size_bytes
+        with self.deps.disk_quota.admitted(name, model.user_id, size):
+            stored = await store.call(store.sampling.create, session)  # a repeat gives the first
+        self.deps.sampling_sessions.follow(stored)
         # After the new row, which is among those that stay.
         await self.deps.sampling_sessions.drop_superseded(model.model_id)
         step = self.deps.curves.num_steps(model.model_id)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.server.process.config import ServerConfig
+from tinkex.server.process.owner import OWNER_TOKEN
 from tinkex.wire.local_servers import (
     SERVING,
     remove_dead,
@@ -33,6 +34,8 @@ class Beacon:
             "engine": config.engine,
             "models": [*(config.models or (DEFAULT_MODEL,)), *config.aliases],
             "needs_key": needs_key,
+            "data_dir": str(config.data_dir.resolve()),
+            **({} if needs_key else {"owner_token": OWNER_TOKEN}),
             **this_machine(),
         }
 
@@ -46,6 +49,7 @@ class Beacon:
             return
         with contextlib.suppress(OSError):
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file.parent.chmod(0o700)  # the files have the owner's token
             write_record(self._file, self._content)
         try:
             yield

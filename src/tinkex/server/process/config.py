@@ -16,9 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from tinkex.engine.registry.engines import EngineKind, engine_kind
 from tinkex.errors import ConfigError
+from tinkex.server.process.default_folder import default_data_dir
 from tinkex.wire.local_servers import state_folder
 
 ENV_PREFIX = "TINKEX_"
@@ -42,8 +44,22 @@ _MAY_BE_ZERO = frozenset(
 )
 
 
-def default_data_dir() -> Path:
-    return state_folder() / "server"
+def _checked_url(url: str) -> str:
+    """An address without a slash at its end.
+
+    Raises:
+        ConfigError: It is not one that a server is reached at.
+    """
+    try:
+        parts = urlsplit(url.rstrip("/"))
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_whole = False
+    if not is_whole or parts.path or parts.query or parts.fragment or parts.username:
+        raise ConfigError(
+            f"public_url must be like https://tinkex.example.org or http://host:8765, got {url!r}."
+        )
+    return url.rstrip("/")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,14 +72,18 @@ class ServerConfig:
     """Base models to serve: names or local folders. Empty: the default model of the engine."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names under which a served model answers."""
-    data_dir: Path = field(default_factory=default_data_dir)
-    """Where the database, checkpoints and recovery snapshots live."""
+    data_dir: Path = field(default_factory=lambda: state_folder() / "server")
+    """Where the database, checkpoints and recovery snapshots live. Not given, without keys and with
+    the default model: the private server's, unless `~/.tinkex/server` has a database."""
     api_keys: tuple[str, ...] = ()
     """`KEY` or `KEY=USER`, beside those of `tinkex keys`. None at all: all are the user `local`."""
     api_key_file: str = ""
     """File with such entries, one a line: unlike a flag it is not in the list of processes."""
     key_required: bool = False
     """Refuse callers without a key on loopback too, as behind a proxy."""
+    public_url: str = ""
+    """The address that clients use, as behind a proxy: links are made with it, and requests to
+    other names refused. Empty: the name that a request came to."""
     tls_cert: str = ""
     """PEM file with the certificate and its chain; with `tls_key`, the server speaks HTTPS."""
     tls_key: str = ""
@@ -100,6 +120,8 @@ class ServerConfig:
     """`text`, or `json`: an object a line, with the id of the request it belongs to."""
     log_level: str = "info"
     """`debug`, `info`, `warning` or `error`; the log goes to stderr."""
+    debug: bool = False
+    """Log the stack of whatever holds the event loop for a tenth of a second; a little slower."""
 
     until_idle_s: float = 0.0
     """End the server once no client was seen for this many seconds; 0 means never."""
@@ -158,9 +180,11 @@ class ServerConfig:
     """Training requests one worker holds at a time."""
     max_body_bytes: int = 256 * 1024 * 1024
     """Largest request body, before and after decompression; small routes take far less."""
+    max_upload_bytes: int = 8 * 1024 * 1024 * 1024
+    """Largest file of an upload of weights, which is written to the disk as it comes."""
     max_held_body_bytes: int = 384 * 1024 * 1024
-    """Bytes of request bodies in memory at a time; half of it for one user. Others wait. What
-    JSON becomes once parsed has a budget of the same size."""
+    """Bytes of request bodies and answers in memory at a time; half of it for one user. Others
+    wait. What JSON becomes once parsed has a budget of the same size."""
     max_connections_per_address: int = 2048
     """Open connections of one address; behind a proxy that is the proxy's. More are closed."""
     head_timeout_s: float = 20.0
@@ -170,15 +194,18 @@ class ServerConfig:
     min_free_bytes: int = 64 * 1024 * 1024
     """New work is refused (507) while `data_dir` has less room, so that accepted work can end."""
     max_user_disk_bytes: int = 0
-    """Bytes of checkpoints one user may keep; 0 means no limit."""
+    """Bytes one user may keep on the disk, of all that `tinkex disk` lists; 0 means no limit."""
     max_user_sessions: int = 10_000
     """Sessions of one user that are alive; 0 means no limit."""
     max_user_models: int = 10_000
     """Models of one user whose state is kept; 0 means no limit."""
     max_user_requests_per_minute: float = 0.0
     """Requests one user may make a minute, a sixth of that at once; 0 means no limit."""
+    prices: tuple[str, ...] = ()
+    """`[MODEL:]KIND=PRICE` of a million tokens, for budgets of money and estimates."""
     keep_rollouts: bool = False
-    """Keep sampled answers in memory for the console, of users who agree to it there."""
+    """Keep sampled answers in memory for the console, of users who agree to it there. A server that
+    needs no key keeps those of its user without being asked."""
     rollout_ttl_s: float = 86_400.0
     """How long such an answer is kept."""
     max_rollout_bytes: int = 64 * 1024 * 1024
@@ -271,6 +298,8 @@ class ServerConfig:
                 f"num_workers is {self.num_workers}, but devices names {len(named)}: "
                 f"{', '.join(named)}. Name {each} a worker, or leave num_workers out."
             )
+        if self.public_url:
+            object.__setattr__(self, "public_url", _checked_url(self.public_url))
         for name, target in self.aliases.items():
             if not name or not target:
                 raise ConfigError(f"alias {name!r}={target!r} needs a name and a model.")
@@ -327,6 +356,11 @@ class ServerConfig:
         shown["aliases"] = dict(self.aliases)
         return shown
 
+    def changed(self) -> dict[str, Any]:
+        """Settings that are not as by default, secrets masked."""
+        default = ServerConfig().describe()
+        return {name: value for name, value in self.describe().items() if value != default[name]}
+
 
 def _read_keys(name: str) -> list[str]:
     """The entries of a key file; empty lines and those that start with # do not count."""
@@ -373,6 +407,7 @@ def load_config(
         values.update(_from_file(file))
     values.update(_from_env(env))
     values.update(_known(dict(flags or {}), "flag"))
+    values.setdefault("data_dir", default_data_dir(values, env))
     return ServerConfig(**values)
 
 

@@ -1,15 +1,18 @@
 """How much room the data folder has, and how a disk that takes no more is spoken of.
 
 New work is refused a little before the disk is full, because what was accepted needs some room to
-end well. Others may eat that room too, so every write can still fail: `trouble` recognises such a
-failure wherever it comes from (the operating system, SQLite, PostgreSQL, a worker's message) and
-puts it in words. Who retries and who gives up is decided where the write was made.
+end well. A file of a few megabytes is kept in reserve: it is given up for deletions and for what
+administrators do, which write a little before they free much, and made again once there is room.
+Others may eat that room too, so every write can still fail: `trouble` recognises such a failure
+wherever it comes from (the operating system, SQLite, PostgreSQL, a worker's message) and puts it in
+words. Who retries and who gives up is decided where the write was made.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +24,9 @@ from tinkex.errors import EngineError, TinkerError
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
+RESERVE = "reserve.bin"
+"""A file in the data folder that is given up so that a full disk can be emptied."""
+RESERVE_BYTES = 4 * 1024 * 1024
 _ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _SIGNS = (
     "database or disk is full",
@@ -70,10 +76,39 @@ class Room:
         if self._free >= self._min_free_bytes:
             return
         raise DiskFullError(
-            f"The disk of the server's data folder {self._folder} is nearly full: "
+            f"The disk of the server's data folder is nearly full: "
             f"{_mb(self._free)} free, and {_mb(self._min_free_bytes)} are kept for what was "
             f"accepted before. {_ADVICE}."
         )
+
+    def keep_reserve(self) -> None:
+        """Make the reserve where there is none and room enough. Blocks for a moment."""
+        file = self._folder / RESERVE
+        if (
+            file.exists()
+            or self._free_bytes(self._folder) < self._min_free_bytes + 2 * RESERVE_BYTES
+        ):
+            return
+        aside = file.with_suffix(".new")
+        try:
+            # Bytes, not a hole: only written ones take room that can be given back.
+            handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(b"\0" * RESERVE_BYTES)
+            aside.replace(file)
+        except OSError as exc:
+            logger.warning("no reserve of disk space is kept: %s", exc.strerror)
+            aside.unlink(missing_ok=True)
+
+    def make_way(self) -> None:
+        """Give the reserve up if there is hardly any room, for a call that will free some."""
+        if self._free_bytes(self._folder) >= RESERVE_BYTES:
+            return
+        try:
+            (self._folder / RESERVE).unlink()
+        except FileNotFoundError:
+            return
+        logger.warning("the disk is full; the reserve is given up for deletions and administrators")
 
     def _log_change(self, short: bool) -> None:
         if short and not self._was_short:

@@ -25,6 +25,8 @@ from starlette.responses import Response
 
 from tinkex.errors import ConfigError, InvalidInputError, ModelNotFoundError, TinkerError
 from tinkex.server.process import disk
+from tinkex.store.claim import FencedError
+from tinkex.store.writer import StoreClosedError
 from tinkex.types.fields.complaints import wanted
 
 logger = logging.getLogger(__name__)
@@ -125,6 +127,10 @@ def response_for(exc: Exception) -> Response:
     if (text := disk.trouble(exc)) is not None:
         logger.warning("refused for lack of room: %s", text)
         return problem(507, text, headers={"Retry-After": str(RETRY_FULL_S)})
+    # Another server has the database, or this one is ending: where it runs, the request is taken.
+    if isinstance(exc, FencedError | StoreClosedError):
+        text = "This server takes no more: it stops, or another took its database over. Ask again."
+        return problem(503, text, code=exc.code, headers={"Retry-After": str(RETRY_FULL_S)})
     if isinstance(exc, ClientDisconnect):  # whoever hangs up is no trouble of ours
         return problem(499, "The client went away before its request was whole.")
     logger.error("request failed", exc_info=exc)

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Path, Query
 from tinkex.server.administration.administration import Administration
 from tinkex.server.http.handlers import serve
 from tinkex.server.http.inputs import Limit, Offset, Text, cursor
+from tinkex.server.rest.views import deletion_view
 from tinkex.store import ApiKey, UsedBy, User
 from tinkex.types.account.administration import (
     AddKeyRequest,
@@ -26,6 +27,7 @@ from tinkex.types.account.administration import (
     AdminUsageResponse,
     AdminUser,
     AdminUsersResponse,
+    DeleteRunResponse,
     SetQuotasRequest,
     StopWorkRequest,
     StopWorkResponse,
@@ -66,6 +68,12 @@ async def disable_user(
 @serve(router, "admin_enable_user")
 async def enable_user(administration: Administration, admin: User, user_id: Text) -> None:
     await administration.enable(admin, user_id)
+
+
+@serve(router, "admin_lift_pause")
+async def lift_pause(administration: Administration, admin: User, user_id: Text) -> None:
+    """Run the work again of a user who waits because it ended workers, and start counting anew."""
+    await administration.lift_pause(admin, user_id)
 
 
 @serve(router, "admin_stop_user")
@@ -124,6 +132,13 @@ async def stop_run(
     administration: Administration, admin: User, run_id: Text, asked: StopWorkRequest
 ) -> StopWorkResponse:
     return StopWorkResponse(num_ended=await administration.stop_run(admin, run_id, asked.reason))
+
+
+@serve(router, "admin_delete_run")
+async def delete_run(
+    administration: Administration, admin: User, run_id: Text
+) -> DeleteRunResponse:
+    return deletion_view(await administration.delete_run(admin, run_id))
 
 
 @serve(router, "admin_list_keys")

@@ -19,6 +19,7 @@ from fastapi.responses import RedirectResponse
 from tinkex import types
 from tinkex.server.files.checkpoints import Shelf, checked_path, expiry_of
 from tinkex.server.guard.auth import Auth, CurrentUser
+from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.http.handlers import answer, serve
 from tinkex.server.http.inputs import Limit, Offset, Text, cursor, moment
@@ -112,6 +113,7 @@ async def file_urls(request: Request, user: CurrentUser, path: Where) -> Respons
 @serve(router, "copy_weights")
 async def copy_weights(
     auth: Auth,
+    failed_logins: FailedLogins,
     shelf: Shelf,
     store: Store,
     user: User,
@@ -121,9 +123,8 @@ async def copy_weights(
 ) -> types.CopyWeightsResponse:
     token = x_tinker_weights_access_token or asked.weights_access_token
     expires_at = expiry_of(asked.ttl_seconds)
-    source = await shelf.readable(
-        asked.source_path, user, token_user=await auth.user_of(token) if token else None
-    )
+    owner = await auth.reader_of(token, failed_logins, user) if token else None
+    source = await shelf.readable(asked.source_path, user, token_user=owner)
     key = x_idempotency_key or str(uuid.uuid4())
     # The key is bound to a run id first, so that a repeat meets the same target at any point.
     run_id = await store.call(store.checkpoints.remember, user.user_id, key, idle_run.new_run_id())

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import orjson
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
@@ -23,7 +22,8 @@ from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.http.handlers import serve
 from tinkex.server.http.inputs import Text
 from tinkex.server.process.problems import ApiError
-from tinkex.server.rest.trace import chrome_trace
+from tinkex.server.rest.trace import MAX_REQUESTS, trace_of
+from tinkex.server.service.service import Service
 from tinkex.store import Checkpoint, Store
 
 router = APIRouter(prefix="/api/v1/signed", tags=["files"])
@@ -31,13 +31,15 @@ router = APIRouter(prefix="/api/v1/signed", tags=["files"])
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
-async def link(request: Request, resource: dict[str, Any], file_name: str) -> tuple[str, float]:
-    """A URL that opens `resource` for an hour, and when it ends."""
+async def link(
+    request: Request, resource: dict[str, Any], file_name: str, *, to: str = "signed"
+) -> tuple[str, float]:
+    """A URL of the route `to` that opens `resource` for an hour, and when it ends."""
     parts = dependencies_of(request)
     user_id, key_id = await parts.auth.grantor(credential_of(request))
     signed = parts.signer.sign({**resource, "user": user_id, "key": key_id})
-    base = str(request.base_url).rstrip("/")
-    return f"{base}/api/v1/signed/{signed.token}/{quote(file_name)}", signed.expires_at
+    base = parts.config.public_url or str(request.base_url).rstrip("/")
+    return f"{base}/api/v1/{to}/{signed.token}/{quote(file_name)}", signed.expires_at
 
 
 @serve(router, "download")
@@ -47,8 +49,11 @@ async def download(request: Request, token: Text, file_name: Text) -> Response:
     resource = parts.signer.open(token)
     if not await parts.auth.may_act(resource.get("key"), str(resource.get("user"))):
         raise ApiError(403, "The key this link was made with is revoked. Ask for a new link.")
+    if "upload" in resource:
+        raise ApiError(403, "This link is for an upload: PUT the file to it.")
     if "trace" in resource:
-        return await _trace(store, resource["trace"])
+        trace = await session_trace(parts.service, resource["trace"], resource.get("run"))
+        return Response(trace, media_type="application/octet-stream")
     folder = await parts.shelf.at_hand((await _checkpoint(store, resource)).folder)
     if "archive" in resource:
         return await asyncio.to_thread(archive, request, folder, file_name)
@@ -107,10 +112,16 @@ def _span(header: str | None, size: int) -> tuple[int, int] | None:
     return start, end
 
 
-async def _trace(store: Store, session_id: str) -> Response:
+async def session_trace(service: Service, session_id: str, run_id: str | None) -> bytes:
+    """The trace of a session, or of one of its runs. Who may see it is decided before."""
+    store = service.store
     session = await store.call(store.sessions.get, session_id)
     if session is None:
         raise ApiError(404, f"Session {session_id!r} is gone.")
     models = await store.call(store.models.of_session, session_id)
-    ops = await store.call(store.journal.timings, [model.model_id for model in models])
-    return Response(orjson.dumps(chrome_trace(session, models, ops)), media_type="application/json")
+    if run_id is not None:
+        models = [model for model in models if model.model_id == run_id]
+    ids = [model.model_id for model in models]
+    ops = await store.call(store.journal.timings, ids, MAX_REQUESTS)
+    spans = service.timelines.of_user(session.user_id)
+    return await asyncio.to_thread(trace_of, session, models, ops[::-1], spans)

@@ -7,22 +7,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 
 from tinkex import types
 from tinkex.server.files.checkpoints import Shelf
-from tinkex.server.http.handlers import serve
-from tinkex.server.http.inputs import AccessScope, Limit, Offset, Text, cursor
+from tinkex.server.guard.auth import CurrentUser
+from tinkex.server.http.dependencies import dependencies_of
+from tinkex.server.http.handlers import answer, serve
+from tinkex.server.http.inputs import AccessScope, Limit, Offset, Text, cursor, moment
 from tinkex.server.process.problems import ApiError
+from tinkex.server.rest.files import link
 from tinkex.server.rest.views import run_view, weights_view
 from tinkex.server.runs.curves import Course
+from tinkex.server.runs.descriptions import name_of, tags_of
+from tinkex.server.runs.progress import LISTED, progress_of
+from tinkex.server.runs.segments import courses_of
+from tinkex.server.runs.states import state_of
 from tinkex.server.service.service import Service
 from tinkex.server.workers.pool import Pool
-from tinkex.store import Model, Store, User
+from tinkex.store import Checkpoint, Model, Session, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
-_TOLD = ("loss", "loss_per_token", "reward")
-"""What a recipe logs comes before what the server measures: its loss may have weights."""
 
 
 @serve(router, "list_training_runs")
@@ -43,7 +48,7 @@ async def list_runs(
         project_id=project_id,
         with_public=access_scope == "accessible",
     )
-    views = await _with_progress(service, models)
+    views = await _with_progress(service, models, user)
     return types.TrainingRunsResponse(training_runs=views, cursor=cursor(offset, limit, total))
 
 
@@ -53,10 +58,17 @@ async def get_run(
 ) -> types.TrainingRun:
     with_public = access_scope == "accessible"
     model = await visible_run(service.store, run_id, user, with_public=with_public)
-    [view] = await _with_progress(service, [model])
-    if model.user_id == user.user_id:
-        view = view.model_copy(update=_where_it_runs(service.workers.pool, model.model_id))
-    return view
+    return await whole_view(service, model, user)
+
+
+@serve(router, "export_run_trace")
+async def trace_export(request: Request, user: CurrentUser, run_id: Text) -> Response:
+    store = dependencies_of(request).store
+    model = await visible_run(store, run_id, user, with_public=False)
+    # By its id: a name may be another run's when the link is opened.
+    resource = {"trace": model.session_id, "run": model.model_id}
+    url, _ = await link(request, resource, f"{model.model_id}.pftrace")
+    return answer(types.TraceExportResponse(status="ready", url=url))
 
 
 @serve(router, "weights_info")
@@ -79,8 +91,10 @@ async def get_sampler(store: Store, user: User, sampler_id: Text) -> types.GetSa
 
 
 async def visible_run(store: Store, run_id: str, user: User, *, with_public: bool) -> Model:
-    """A run of the user's own, or one with a public checkpoint where that is asked for."""
+    """A run of the user's own, by id or name, or one with a public checkpoint if asked for."""
     model = await store.call(store.models.get, run_id)
+    if model is None:
+        model = await store.call(store.models.named, user.user_id, run_id)
     if model is not None and model.user_id == user.user_id:
         return model
     if model is not None and with_public and await store.call(store.models.has_public, run_id):
@@ -89,16 +103,41 @@ async def visible_run(store: Store, run_id: str, user: User, *, with_public: boo
     raise ApiError(404, text, listing="training_runs")
 
 
-async def _with_progress(service: Service, models: list[Model]) -> list[types.TrainingRun]:
+async def whole_view(service: Service, model: Model, user: User) -> types.TrainingRun:
+    """A run with all that is said of one; of another user's only what is in lists."""
+    [view] = await _with_progress(service, [model], user)
+    if model.user_id != user.user_id:
+        return view
+    segments = await service.store.call(service.store.models.segments, model)
+    own = {"settings": model.settings, **_where_it_runs(service.workers.pool, model.model_id)}
+    if len(segments) > 1:
+        own["segments"] = [_segment(one) for one in segments]
+    return view.model_copy(update=own)
+
+
+def _segment(model: Model) -> types.RunSegment:
+    return types.RunSegment(
+        run_id=model.model_id, step=model.continues_step or 0, time=moment(model.created_at)
+    )
+
+
+async def _with_progress(
+    service: Service, models: list[Model], user: User
+) -> list[types.TrainingRun]:
     """Runs as the contract has them, with what a person wants to know about each."""
     store = service.store
     views = await store.call(_with_checkpoints, store, models)
-    called = await store.call(store.sessions.called, {model.session_id for model in models})
-    curves = await service.curves.of_runs([model.model_id for model in models], _TOLD)
-    busy = set(service.busy_models())
-    return [
-        view.model_copy(update=_progress(model, called, curves, busy))
+    sessions = await store.call(store.sessions.by_id, {model.session_id for model in models})
+    curves = await courses_of(store, service.curves, models, LISTED)
+    shown = [
+        view.model_copy(update=_progress(service, model, sessions.get(model.session_id), curves))
         for view, model in zip(views, models, strict=True)
+    ]
+    # What an owner wrote for themselves is not part of the checkpoint that they published.
+    private = {"note": None, "tags": None, "project_id": None}
+    return [
+        view if model.user_id == user.user_id else view.model_copy(update=private)
+        for view, model in zip(shown, models, strict=True)
     ]
 
 
@@ -117,31 +156,37 @@ def _where_it_runs(pool: Pool, model_id: str) -> dict[str, Any]:
 
 
 def _progress(
+    service: Service,
     model: Model,
-    called: dict[str, tuple[str | None, bool]],
+    session: Session | None,
     curves: dict[tuple[str, str], Course],
-    busy: set[str],
 ) -> dict[str, Any]:
-    name, is_active = called.get(model.session_id, (None, False))
-    state = "idle" if is_active and not model.unloaded else "finished"
-    if model.corrupted:
-        state = "lost"
-    elif model.model_id in busy:
-        state = "running"
-    known: dict[str, Any] = {"name": name, "state": state}
-    told, measured, reward = (curves.get((model.model_id, name)) for name in _TOLD)
-    if measured is not None:
-        known |= {
-            "num_steps": int(measured.last_step),
-            "loss": (told or measured).last_value,
-        }
-    if reward is not None:
-        known["reward"] = reward.last_value
-    return known
+    state, _ = state_of(model, session, service.doing(model.model_id))
+    known: dict[str, Any] = {
+        "name": name_of(model, session.display_name if session else None),
+        "tags": tags_of(model, session.tags if session else []),
+        "project_id": session.project_id if session else None,
+        "state": state,
+    }
+    progress = progress_of(model, curves)
+    return {**known, **progress.last, "num_steps": progress.num_steps}
 
 
 def _with_checkpoints(store: Store, models: list[Model]) -> list[types.TrainingRun]:
-    ids = [model.model_id for model in models]
-    last = store.checkpoints.last_of_runs(ids, "weights")
-    last_sampler = store.checkpoints.last_of_runs(ids, "sampler_weights")
-    return [run_view(m, last.get(m.model_id), last_sampler.get(m.model_id)) for m in models]
+    """Runs with the last checkpoints of all their segments."""
+    ids = {model.model_id: _segment_ids(store, model) for model in models}
+    every = [run_id for segments in ids.values() for run_id in segments]
+    last = store.checkpoints.last_of_runs(every, "weights")
+    last_sampler = store.checkpoints.last_of_runs(every, "sampler_weights")
+
+    def latest(found: dict[str, Checkpoint], model: Model) -> Checkpoint | None:
+        own = [found[run_id] for run_id in ids[model.model_id] if run_id in found]
+        return own[-1] if own else None
+
+    return [run_view(m, latest(last, m), latest(last_sampler, m)) for m in models]
+
+
+def _segment_ids(store: Store, model: Model) -> list[str]:
+    if model.first_run_id is None or model.continued_by is not None:
+        return [model.model_id]
+    return [segment.model_id for segment in store.models.segments(model)]

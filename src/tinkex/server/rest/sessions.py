@@ -8,21 +8,19 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from tinkex import types
-from tinkex.server.guard.auth import CurrentUser, user_id_of_urn
+from tinkex.server.guard.auth import CurrentUser
 from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.http.handlers import answer, serve
 from tinkex.server.http.inputs import AccessScope, Limit, Offset, Text, moment
 from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.files import link
+from tinkex.server.rest.search import has_metadata, includes, matching_page
 from tinkex.server.rest.views import session_summary, texts
 from tinkex.server.service.service import Service
 from tinkex.store import Session, SessionQuery, Store, User
 from tinkex.types import SessionSearchRequest as Search
 
 router = APIRouter(prefix="/api/v1/sessions", tags=["sessions"])
-SCAN_PAGE = 200
-MAX_SCANNED = 5000
-"""Most sessions one search looks at; a cursor then lets the caller go on."""
 
 
 @serve(router, "list_sessions")
@@ -47,7 +45,7 @@ async def search(store: Store, user: User, asked: Search) -> types.SessionSearch
     next_cursor = None
     if last is not None:
         next_cursor = types.SessionSearchCursor(
-            last_created_at=moment(last.created_at), last_session_id=last.session_id
+            last_created_at=moment(last[0]), last_session_id=last[1]
         )
     return types.SessionSearchResponse(sessions=summaries, next_cursor=next_cursor)
 
@@ -94,7 +92,7 @@ async def finish(
 async def trace_export(request: Request, user: CurrentUser, session_id: Text) -> Response:
     store = dependencies_of(request).store
     await owned_session(store, session_id, user)
-    url, _ = await link(request, {"trace": session_id}, f"{session_id}.json")
+    url, _ = await link(request, {"trace": session_id}, f"{session_id}.pftrace")
     return answer(types.TraceExportResponse(status="ready", url=url))
 
 
@@ -106,26 +104,20 @@ async def owned_session(store: Store, session_id: str, user: User) -> Session:
     return session
 
 
-def _search(store: Store, user: User, asked: Search) -> tuple[list[Session], Session | None]:
-    """A page of matches, and the session after which the next page starts."""
-    owner = asked.owner
-    if isinstance(owner, types.UserSearchOwner):
-        if user.user_id not in map(user_id_of_urn, owner.owner_urns):
-            return [], None
+def _search(
+    store: Store, user: User, asked: Search
+) -> tuple[list[Session], tuple[float, str] | None]:
+    """A page of matches, and the position after which the next page starts."""
+    if not includes(asked.owner, user):
+        return [], None
     at = asked.cursor
-    before = None if at is None else (at.last_created_at.timestamp(), at.last_session_id)
-    found: list[Session] = []
-    for _ in range(MAX_SCANNED // SCAN_PAGE):
-        page = store.sessions.search(_query(user, asked, before), SCAN_PAGE)
-        for session in page:
-            if _matches(session, asked):
-                found.append(session)
-            if len(found) == asked.limit:
-                return found, session
-        if len(page) < SCAN_PAGE:
-            return found, None
-        before = (page[-1].created_at, page[-1].session_id)
-    return found, page[-1]
+    return matching_page(
+        lambda before, limit: store.sessions.search(_query(user, asked, before), limit),
+        lambda session: (session.created_at, session.session_id),
+        lambda session: _matches(session, asked),
+        before=None if at is None else (at.last_created_at.timestamp(), at.last_session_id),
+        limit=asked.limit,
+    )
 
 
 def _query(user: User, asked: Search, before: tuple[float, str] | None) -> SessionQuery:
@@ -141,8 +133,7 @@ def _query(user: User, asked: Search, before: tuple[float, str] | None) -> Sessi
 
 def _matches(session: Session, asked: Search) -> bool:
     """The conditions that the database does not check: metadata pairs and finish reasons."""
-    stored = texts(session.user_metadata) or {}
-    if any(stored.get(key) != value for key, value in asked.user_metadata.items()):
+    if not has_metadata(session.user_metadata, asked.user_metadata):
         return False
     if asked.statuses is None:
         return True

@@ -1,67 +1,54 @@
-"""A session's life as a trace that Perfetto and chrome://tracing open.
+"""The life of a session or of one run as a trace that ui.perfetto.dev opens.
 
-One process per session, one thread per model. Each request is a slice of waiting (accepted to
-started) and a slice of running (started to finished). Knows journal rows, not HTTP.
+Each run has a track of the requests that wait and one of those that run, from the journal; the
+passes of the device, samples and rate limits come from the user's timeline. Knows rows and spans,
+neither HTTP nor the bytes of the format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from tinkex.server.rest.perfetto import Trace
+from tinkex.server.runs.timeline import LIMITS, TimelineSpan
 from tinkex.store import JournalRow, Model, Session
 
-PROCESS = 1
+MAX_REQUESTS = 50_000
+"""The newest ones, of a trace."""
 
 
-def chrome_trace(
-    session: Session, models: Sequence[Model], ops: Sequence[JournalRow]
-) -> dict[str, Any]:
-    threads = {model.model_id: index + 1 for index, model in enumerate(models)}
-    events = list(_names(session, threads))
+def trace_of(
+    session: Session,
+    models: Sequence[Model],
+    ops: Sequence[JournalRow],
+    spans: Sequence[TimelineSpan],
+) -> bytes:
+    """`models` are the runs that are shown; `spans` are what the user's timeline has of them."""
+    trace = Trace(session.display_name or session.session_id)
     for op in ops:
-        events.extend(_slices(op, threads[op.model_id]))
-    return {
-        "traceEvents": events,
-        "displayTimeUnit": "ms",
-        "otherData": {"session_id": session.session_id, "num_requests": len(ops)},
-    }
+        _add_request(trace, op)
+    run_ids = {model.model_id for model in models}
+    for span in spans:
+        # Refusals are the user's: a request that was refused need not have named its session.
+        if span.track == LIMITS and span.began_at >= session.created_at:
+            trace.slice((LIMITS,), *span[3:])
+        elif span.run_id in run_ids:
+            trace.slice((span.run_id, span.track), *span[3:])
+        elif not span.run_id and span.session_id == session.session_id:
+            trace.slice((span.track,), *span[3:])
+    return trace.encoded()
 
 
-def _names(session: Session, threads: dict[str, int]) -> Iterator[dict[str, Any]]:
-    title = session.display_name or session.session_id
-    yield {"ph": "M", "name": "process_name", "pid": PROCESS, "args": {"name": title}}
-    for model_id, thread in threads.items():
-        yield {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": PROCESS,
-            "tid": thread,
-            "args": {"name": model_id},
-        }
-
-
-def _slices(op: JournalRow, thread: int) -> Iterator[dict[str, Any]]:
+def _add_request(trace: Trace, op: JournalRow) -> None:
+    waits, runs = (op.model_id, "requests wait"), (op.model_id, "requests")
+    details: dict[str, str | int | float] = {"request_id": op.request_id, "seq_id": op.seq_id}
     if op.finished_at is None:
-        yield _event(op, thread, "i", op.accepted_at, name=f"{op.kind} accepted", s="t")
+        trace.instant(waits, f"{op.kind} accepted", op.accepted_at, details)
         return
     started_at = op.started_at if op.started_at is not None else op.accepted_at
-    wait_us = (started_at - op.accepted_at) * 1e6
-    # Requests of one model wait side by side; async slices may overlap, plain ones may not.
-    yield _event(op, thread, "b", op.accepted_at, name=f"{op.kind} waits", id=op.request_id)
-    yield _event(op, thread, "e", started_at, name=f"{op.kind} waits", id=op.request_id)
-    args = {
-        "request_id": op.request_id,
-        "seq_id": op.seq_id,
-        "state": op.state,
-        "waited_ms": round(wait_us / 1e3, 3),
-    }
+    trace.slice(waits, op.kind, op.accepted_at, started_at, dict(details))
+    waited_ms = round((started_at - op.accepted_at) * 1e3, 3)
+    details |= {"state": op.state, "waited_ms": waited_ms}
     if op.error:
-        args["error"] = op.error
-    duration_us = max((op.finished_at - started_at) * 1e6, 0.0)
-    yield _event(op, thread, "X", started_at, name=op.kind, dur=duration_us, args=args)
-
-
-def _event(op: JournalRow, thread: int, phase: str, at: float, **fields: Any) -> dict[str, Any]:
-    event = {"ph": phase, "ts": at * 1e6, "pid": PROCESS, "tid": thread, "cat": "training"}
-    return event | fields
+        details["error"] = op.error
+    trace.slice(runs, op.kind, started_at, op.finished_at, details)

@@ -10,7 +10,8 @@ from pydantic import TypeAdapter
 from tinkex import types
 from tinkex.server.guard.auth import ORGANIZATION, user_urn
 from tinkex.server.http.inputs import moment
-from tinkex.store import AuditEntry, Checkpoint, Model, Session, UsageRow, User
+from tinkex.store import AuditEntry, Checkpoint, DeletedRun, Model, Session, UsageRow, User
+from tinkex.types.account.administration import DeleteRunResponse
 from tinkex.types.account.checkpoints import TYPE_BY_KIND
 
 GIGABYTE = 1e9
@@ -28,6 +29,7 @@ def checkpoint_view(checkpoint: Checkpoint) -> types.Checkpoint:
         public=checkpoint.public,
         user_metadata=texts(checkpoint.user_metadata),
         expires_at=None if expires_at is None else moment(expires_at),
+        base_model=checkpoint.base_model,
     )
 
 
@@ -45,7 +47,17 @@ def run_view(
         last_checkpoint=checkpoint_view(last) if last else None,
         last_sampler_checkpoint=checkpoint_view(last_sampler) if last_sampler else None,
         user_metadata=texts(model.user_metadata),
+        note=model.note,
+        made_from=model.made_from,
+        continues=_continues(model),
+        continued_by=model.continued_by,
     )
+
+
+def _continues(model: Model) -> types.RunReference | None:
+    if model.continues is None:
+        return None
+    return types.RunReference(run_id=model.continues, step=model.continues_step or 0)
 
 
 def weights_view(checkpoint: Checkpoint) -> types.WeightsInfoResponse:
@@ -134,3 +146,11 @@ def texts(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
     return {
         str(key): value if isinstance(value, str) else str(value) for key, value in metadata.items()
     }
+
+
+def deletion_view(deleted: DeletedRun) -> DeleteRunResponse:
+    return DeleteRunResponse(
+        run_ids=list(deleted.model_ids),
+        num_checkpoints=deleted.num_checkpoints,
+        freed_bytes=deleted.freed_bytes,
+    )

@@ -14,8 +14,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tinkex import types
+from tinkex.server.fairness.pauses import Pauses
 from tinkex.server.guard.auth import CurrentUser
-from tinkex.server.http.bodies import header, read
+from tinkex.server.http.bodies import header, read, reserve_answer
 from tinkex.server.http.dependencies import service_of
 from tinkex.server.http.handlers import Answer, answer, serve
 from tinkex.server.jobs import encode
@@ -35,6 +36,10 @@ MAX_REASONS = 256
 """Samples of a poll that are told why they wait, the oldest first."""
 
 
+JSON_GROWTH = 6
+"""How many times the bytes of a result in protobuf its JSON may have, with both of them held."""
+
+
 @serve(router, "retrieve_future")
 async def retrieve_future(request: Request, user: CurrentUser) -> Response:
     service = service_of(request)
@@ -42,18 +47,23 @@ async def retrieve_future(request: Request, user: CurrentUser) -> Response:
     promise = await service.promise(user, asked.request_id)
     outcome = await promise.wait(service.config.hold_s, service.stopping)
     if outcome is None:
-        return _pending(promise)
+        return _pending(promise, service.open_work.pauses)
     size = outcome.size_bytes
     if asked.allow_metadata_only and size > service.config.metadata_only_bytes:
         return answer(types.CompleteMetadataResponse(response_payload_size=size))
-    response = await _result(promise, outcome, header(request, b"accept"))
+    accept = header(request, b"accept")
+    await reserve_answer(request, size * (1 if encode.PROTOBUF in accept else JSON_GROWTH))
+    response = await _result(promise, outcome, accept)
     service.fetched(promise)
     return response
 
 
-def _pending(promise: Promise) -> Response:
+def _pending(promise: Promise, pauses: Pauses) -> Response:
     body = {"type": "try_again", "request_id": promise.request_id, **_queue_state(promise)}
-    return answer(body, status=408)
+    response = answer(body, status=408)
+    if body["queue_state"] != "active":
+        response.headers.update(pauses.retry_after(promise.user_id))
+    return response
 
 
 def _queue_state(promise: Promise) -> dict[str, str]:
@@ -80,7 +90,7 @@ async def _result(promise: Promise, outcome: Outcome, accept: str) -> Response:
 
 
 async def _content(outcome: Outcome) -> bytes:
-    return outcome.payload if outcome.file is None else await asyncio.to_thread(outcome.content)
+    return outcome.payload if outcome.load is None else await asyncio.to_thread(outcome.content)
 
 
 @serve(router, "cancel_future")
@@ -106,10 +116,10 @@ async def cancel_future(
 
 
 @serve(router, "retrieve_futures")
-async def retrieve_futures(
-    service: Service, user: User, asked: types.FuturesRetrieveRequest
-) -> Response:
+async def retrieve_futures(request: Request, user: CurrentUser) -> Response:
     """Which samples of one (sampling session, clone) are ready since a cursor."""
+    service = service_of(request)
+    asked: types.FuturesRetrieveRequest = await read(request, "retrieve_futures")
     target, cursor = asked.target, asked.prev_cursor
     session = await service.sampling_sessions.get(user, target.sampling_session_id)
     _acknowledge(service, user.user_id, asked.retrieved_request_ids)
@@ -124,6 +134,9 @@ async def retrieve_futures(
             finished = log.after(cursor)
     service.finished_logs.leave(*poller)
     if asked.inline_results:
+        sizes = (entry.size_bytes for entry in finished)
+        inline_bytes = sum(size for size in sizes if size <= frames.MAX_ITEM_BYTES)
+        await reserve_answer(request, min(inline_bytes, frames.MAX_BYTES))
         return await _frames(service, finished, cursor, log.unfinished(MAX_REASONS))
     return answer(
         {

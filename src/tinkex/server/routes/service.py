@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from tinkex.contract.sampling import EXTENSIONS
 from tinkex.errors import InvalidInputError
 from tinkex.server.guard.auth import CALLER
+from tinkex.server.guard.quotas import Quotas
 from tinkex.server.http.dependencies import AppDependencies, dependencies_of, service_of
 from tinkex.server.http.handlers import Answer, answer, serve
 from tinkex.server.process.presence import Presence
@@ -47,6 +48,7 @@ CLIENT_CONFIG: dict[str, Any] = {
     "tinkex_sample_stream": True,
     "tinkex_sampling_params": ",".join(EXTENSIONS),
     "tinkex_routed_experts": True,
+    "tinkex_teacher": True,
 }
 DYNAMIC_CONFIG: dict[str, Any] = {
     "refresh_interval_sec": 300,
@@ -141,9 +143,10 @@ async def get_server_capabilities(service: Service) -> GetServerCapabilitiesResp
 
 @serve(api, "create_session")
 async def create_session(
-    service: Service, user: User, asked: CreateSessionRequest
+    service: Service, quotas: Quotas, user: User, asked: CreateSessionRequest
 ) -> CreateSessionResponse:
-    session = await service.sessions.create(user, asked)
+    async with quotas.one_more(user.user_id, "sessions"):
+        session = await service.sessions.create(user, asked)
     return CreateSessionResponse(session_id=session.session_id)
 
 

@@ -1,18 +1,20 @@
 """Curves of training runs: what the server measures by itself, and what clients log.
 
-A curve has at most `MAX_POINTS` points. When it is full, neighbours are joined by their mean and
-from then on one point stands for twice as many values, so a run of any length costs the same and
-every part of it stays visible. Curves of runs in use are in memory; what changed is written every
-few seconds, so a crash loses the last moments of a curve and nothing else.
+A curve has at most `MAX_POINTS` points, fewer where a run has many curves. When it is full,
+neighbours are joined by their mean and from then on one point stands for twice as many values, so a
+run of any length costs the same and every part of it stays visible. Curves of runs in use are in
+memory; what changed is written every few seconds, so a crash loses the last moments of a curve and
+nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +25,9 @@ from tinkex.store import Model, Store, StoredCurve
 from tinkex.types.service.extensions import MAX_METRIC
 
 MAX_POINTS = 2048
-MAX_CURVES = 200
+MANY_CURVES = 200
+MAX_CURVES = 1000
+"""A run of more than `MANY_CURVES` keeps a quarter of the points of each."""
 MAX_COURSE = 120
 MAX_RUNS = 256
 MAX_HELD = 500_000
@@ -36,6 +40,11 @@ MEASURED = frozenset(
 )
 """Names of the server's own curves. A client's number of such a name has a curve of its own."""
 _POINT = np.dtype([("step", "<f8"), ("value", "<f8"), ("at", "<f8")])
+
+
+def most_points(num_curves: int) -> int:
+    """How many points each curve of a run with so many of them may have."""
+    return MAX_POINTS if num_curves <= MANY_CURVES else MAX_POINTS // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,7 @@ class Curve:
     _sum: float = 0.0
     _count: int = 0
 
-    def add(self, step: float, value: float, at: float) -> None:
+    def add(self, step: float, value: float, at: float, *, limit: int = MAX_POINTS) -> None:
         self._sum += value
         self._count += 1
         if self._count < self.stride:
@@ -73,19 +82,25 @@ class Curve:
         self.moments.append(at)
         self.num_made += 1
         self._sum, self._count = 0.0, 0
-        if len(self.steps) >= MAX_POINTS:
+        while len(self.steps) >= limit:
             self._thin()
 
     def _thin(self) -> None:
-        pairs = zip(self.values[::2], self.values[1::2], strict=True)
-        self.values = [(one + other) / 2 for one, other in pairs]
-        self.steps, self.moments = self.steps[1::2], self.moments[1::2]
+        # One that has no neighbour stays: the limit may have fallen at an odd length.
+        last = self.values[len(self.values) & ~1 :]
+        pairs = zip(self.values[::2], self.values[1::2], strict=False)
+        self.values = [(one + other) / 2 for one, other in pairs] + last
+        self.steps = self.steps[1::2] + self.steps[len(self.steps) & ~1 :]
+        self.moments = self.moments[1::2] + self.moments[len(self.moments) & ~1 :]
         self.stride *= 2
 
     def course(self) -> Course:
-        every = math.ceil(len(self.values) / MAX_COURSE)
+        # By step: calls that a client does not wait for overtake each other.
+        order = sorted(range(len(self.steps)), key=self.steps.__getitem__)
+        every, last = math.ceil(len(order) / MAX_COURSE), order[-1]
         total = sum(self.values) * self.stride
-        return Course(self.steps[-1], self.values[-1], total, self.values[::every])
+        values = [self.values[index] for index in order[::every]]
+        return Course(self.steps[last], self.values[last], total, values)
 
     def packed(self) -> bytes:
         array = np.empty(len(self.steps), _POINT)
@@ -109,6 +124,8 @@ class _Run:
     curves: dict[str, Curve]
     dirty: set[str] = field(default_factory=set)
     num_steps: int = 0
+    first_step: int = 0
+    """Of `num_steps`, those of the segments before it."""
     loss: float = 0.0
     tokens: float = 0.0
     weight: float = 0.0
@@ -123,6 +140,7 @@ class _Run:
 def _course(stored: StoredCurve) -> Course:
     """The same as `Curve.unpacked(stored).course()`, for a tenth of the time."""
     array: NDArray[np.void] = np.frombuffer(stored.points, _POINT)
+    array = array[np.argsort(array["step"], kind="stable")]
     values = array["value"]
     every = math.ceil(len(values) / MAX_COURSE)
     total = float(values.sum(dtype=np.float64)) * stored.stride
@@ -137,13 +155,17 @@ class LiveCurves:
         self._store = store
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._opening: dict[str, asyncio.Task[_Run]] = {}
+        self._writing = asyncio.Lock()  # a curve that is dropped must not be written again
 
     # ------------------------------------------------------------------------ what happens
 
     def worked(
         self, model: Model, key_id: int | None, part: str, started_at: float, ended_at: float
-    ) -> None:
-        """The worker had a request; requests sent ahead overlap, and time counts once."""
+    ) -> float:
+        """Count the time that the worker had a request, and give it in seconds.
+
+        Requests sent ahead overlap, and time counts once.
+        """
         run = self._runs.get(model.model_id)
         before = max(run.busy_until, run.stepped_at) if run is not None else 0.0
         seconds = max(0.0, ended_at - max(started_at, before))
@@ -158,6 +180,7 @@ class LiveCurves:
             base_model=model.base_model,
             key_id=key_id,
         )
+        return seconds
 
     async def passed(
         self, run_id: str, metrics: Mapping[str, float], weight: float | None = None
@@ -223,7 +246,8 @@ class LiveCurves:
     def _add(self, run: _Run, metrics: Mapping[str, float], step: float, at: float) -> None:
         for name, value in metrics.items():
             if abs(value) <= MAX_METRIC:  # and neither infinite nor no number
-                run.curves.setdefault(name, Curve()).add(step, float(value), at)
+                curve = run.curves.setdefault(name, Curve())
+                curve.add(step, float(value), at, limit=most_points(len(run.curves)))
                 run.dirty.add(name)
 
     # ------------------------------------------------------------------------ who looks
@@ -246,6 +270,19 @@ class LiveCurves:
                     courses[run_id, name] = run.curves[name].course()
         return courses
 
+    async def some_of_runs(
+        self, run_ids: Sequence[str], names: Sequence[str]
+    ) -> dict[str, dict[str, Curve]]:
+        """Some curves of many runs by run and name: from memory, or from the store."""
+        elsewhere = [run_id for run_id in run_ids if run_id not in self._runs]
+        found: dict[str, dict[str, Curve]] = {}
+        for stored in await self._store.call(self._store.curves.of_runs, elsewhere, names):
+            found.setdefault(stored.model_id, {})[stored.name] = Curve.unpacked(stored)
+        for run_id in run_ids:
+            if (run := self._runs.get(run_id)) is not None:
+                found[run_id] = {n: run.curves[n] for n in names if n in run.curves}
+        return found
+
     def _stored_courses(
         self, run_ids: Sequence[str], names: Sequence[str]
     ) -> dict[tuple[str, str], Course]:
@@ -257,14 +294,42 @@ class LiveCurves:
         run = self._runs.get(run_id)
         return run.num_steps if run is not None else 0
 
+    async def count_steps(self, run_id: str) -> int:
+        """Optimizer steps of a run, those of the segments before it included."""
+        return (await self._open(run_id)).num_steps
+
+    async def begin_at(self, run_id: str, num_steps: int) -> None:
+        """Number the steps of a run on from those of the segments before it.
+
+        Steps that it has made already are moved up.
+        """
+        run = await self._open(run_id)
+        moved = num_steps - run.first_step
+        run.first_step, run.num_steps = num_steps, run.num_steps + moved
+        for name in MEASURED & run.curves.keys() if moved else ():
+            run.curves[name].steps = [step + moved for step in run.curves[name].steps]
+            run.dirty.add(name)
+
     # ------------------------------------------------------------------------ keeping
 
     async def drop(self, run_id: str) -> None:
-        self._runs.pop(run_id, None)
-        await self._store.call(self._store.curves.drop, run_id)
+        async with self.dropping([run_id]):
+            await self._store.call(self._store.curves.drop, run_id)
+
+    @contextlib.asynccontextmanager
+    async def dropping(self, run_ids: Sequence[str]) -> AsyncIterator[None]:
+        """Forget the curves of runs; the block removes them from the store."""
+        async with self._writing:
+            yield
+            for run_id in run_ids:
+                self._runs.pop(run_id, None)
 
     async def flush(self) -> None:
         """Write what changed, and let go of runs nobody used lately."""
+        async with self._writing:
+            await self._write()
+
+    async def _write(self) -> None:
         changed = [
             StoredCurve(model_id=run_id, name=name, stride=c.stride, points=c.packed())
             for run_id, run in self._runs.items()
@@ -302,7 +367,9 @@ class LiveCurves:
 
     async def _load(self, run_id: str) -> _Run:
         stored = await self._store.call(self._store.curves.of_run, run_id)
+        model = await self._store.call(self._store.models.get, run_id)
         run = _Run({curve.name: Curve.unpacked(curve) for curve in stored})
+        run.num_steps = run.first_step = (model.first_step if model else None) or 0
         if (rate := run.curves.get("learning_rate")) is not None and rate.steps:
             run.num_steps = int(rate.steps[-1])
         return self._runs.setdefault(run_id, run)

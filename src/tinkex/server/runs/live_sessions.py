@@ -57,7 +57,7 @@ class LiveSessions:
         """Note that something of a session is used.
 
         Raises:
-            ApiError: 410 when an administrator ended the session.
+            ApiError: 410 when its user or an administrator ended the session.
         """
         session = await self._find(session_id) if session_id else None
         if session is not None:
@@ -111,10 +111,10 @@ class LiveSessions:
 
 def _refuse_ended(session: Session) -> None:
     if session.status.get("type") == "cancelled":
-        detail = session.status.get("detail") or "no reason was given"
+        detail = session.status.get("detail") or "No reason was given."
         raise ApiError(
             410,
-            f"Session {session.session_id!r} was ended by an administrator: {detail}. Its runs and "
-            "checkpoints are kept; load them in a new session.",
+            f"Session {session.session_id!r} was ended. {detail} Its runs and checkpoints are "
+            "kept; load them in a new session.",
             code="session_ended",
         )

@@ -116,6 +116,27 @@ class AnsweredUsers(Collector):
         return (requests,)
 
 
+_GAUGES = (
+    ("promises", "Promises in memory"),
+    ("lanes", "Models with state or requests in memory"),
+    ("queued_samples", "Samples waiting for a place"),
+    ("queued_training", "Training requests waiting for a place"),
+    ("workers_ready", "Workers that take jobs"),
+    ("nodes", "Machines with workers"),
+    ("nodes_left_out", "Machines of the cluster that cannot be used"),
+    ("worker_starts", "Worker processes started since the server started"),
+    ("uptime_seconds", "Seconds since the server started"),
+    ("memory_bytes", "Memory of the API process"),
+    ("held_body_bytes", "Request bodies under way"),
+    ("kept_result_memory_bytes", "Sample results in memory that nobody fetched yet"),
+    ("kept_result_bytes", "The same with those on disk"),
+    ("disk_free_bytes", "Room left for the data folder"),
+    ("loop_lag_seconds", "Longest time the event loop was held up since last asked"),
+    ("connections", "Open connections"),
+    ("connections_refused", "Connections refused since the server started"),
+)
+
+
 class ServerMetrics:
     """The registry of one app: several apps may live in one process."""
 
@@ -150,26 +171,7 @@ class ServerMetrics:
         }
         self._named: set[str] = set()
         self._gauges = {
-            name: Gauge(f"tinkex_{name}", text, registry=self._registry)
-            for name, text in (
-                ("promises", "Promises in memory"),
-                ("lanes", "Models with state or requests in memory"),
-                ("queued_samples", "Samples waiting for a place"),
-                ("queued_training", "Training requests waiting for a place"),
-                ("workers_ready", "Workers that take jobs"),
-                ("nodes", "Machines with workers"),
-                ("nodes_left_out", "Machines of the cluster that cannot be used"),
-                ("worker_starts", "Worker processes started since the server started"),
-                ("uptime_seconds", "Seconds since the server started"),
-                ("memory_bytes", "Memory of the API process"),
-                ("held_body_bytes", "Request bodies under way"),
-                ("kept_result_memory_bytes", "Sample results in memory that nobody fetched yet"),
-                ("kept_result_bytes", "The same with those on disk"),
-                ("disk_free_bytes", "Room left for the data folder"),
-                ("loop_lag_seconds", "Longest time the event loop was held up since last asked"),
-                ("connections", "Open connections"),
-                ("connections_refused", "Connections refused since the server started"),
-            )
+            name: Gauge(f"tinkex_{name}", text, registry=self._registry) for name, text in _GAUGES
         }
         self._training = Gauge(
             "tinkex_training_seconds",

@@ -10,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
 import orjson
 
 from tinkex.errors import InvalidInputError
+from tinkex.server.fairness import pauses
 from tinkex.server.files.checkpoints import Shelf
+from tinkex.server.guard.auth import Auth
+from tinkex.server.guard.budgets import Prices, SpendingBudgets
+from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.guard.quotas import Quotas
 from tinkex.server.jobs import validation
 from tinkex.server.operations.table import make_operations
@@ -27,7 +30,9 @@ from tinkex.server.process.problems import ApiError
 from tinkex.server.process.steady_clock import SteadyClock
 from tinkex.server.runs.curves import LiveCurves
 from tinkex.server.runs.live_sessions import LiveSessions
+from tinkex.server.runs.rates import MeasuredRates
 from tinkex.server.runs.rollouts import Rollouts
+from tinkex.server.runs.timeline import Timelines
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.finished_logs import FinishedLogs
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable
@@ -41,6 +46,7 @@ from tinkex.server.work.operation import Operation
 from tinkex.server.work.results import Results
 from tinkex.server.work.sample_queue import SampleQueue
 from tinkex.server.work.sampling_sessions import SamplingSessions
+from tinkex.server.work.score_cache import ScoreCache
 from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.catalog import Catalog
 from tinkex.server.workers.pool import Pool
@@ -67,12 +73,14 @@ class Service:
         store: Store,
         shelf: Shelf,
         pool: Pool,
-        user_of: Callable[[str], Awaitable[User]],
+        auth: Auth,
+        failed_logins: FailedLogins,
         quotas: Quotas,
     ) -> None:
         self.config = config
         self.store = store
         self.shelf = shelf
+        self._quotas = quotas
         self.stopping = asyncio.Event()
         self.workers = GatedPool.before(
             pool,
@@ -82,12 +90,15 @@ class Service:
         self.catalog = Catalog(config, pool)
         self.sessions = LiveSessions(store)
         self.curves = LiveCurves(store)
+        self.timelines = Timelines()
+        self.rates = MeasuredRates(store)
         self.rollouts = Rollouts(
             is_on=config.keep_rollouts,
             ttl_s=config.rollout_ttl_s,
             max_bytes=config.max_rollout_bytes,
         )
-        self.open_work = OpenWork(quotas)
+        self.budgets = SpendingBudgets(store, Prices.read(config.prices, self.catalog.engine_name))
+        self.open_work = OpenWork(quotas, self.budgets, store.audit.record)
         self.room = Room(config.data_dir, config.min_free_bytes)
         self.promises = PromiseTable(ttl_s=config.result_ttl_s, grace_s=config.result_grace_s)
         self.ends = WriteBehind(store.journal)
@@ -97,7 +108,7 @@ class Service:
         self.sampling_sessions = SamplingSessions(
             store, shelf, self.catalog, self.sessions, max_unnamed=config.max_unnamed_samplers
         )
-        self._deps = self._dependencies(quotas, user_of)
+        self._deps = self._dependencies(quotas, auth, failed_logins)
         self.finished_logs = FinishedLogs(SampleLedger(config.data_dir / "samples.log"))
         self.kept = KeptResults(
             config.data_dir / "results", memory_bytes=config.max_kept_result_bytes
@@ -108,17 +119,18 @@ class Service:
             store=store,
             ends=self.ends,
             folders=shelf.folders,
+            disk_quota=shelf.disk_quota,
             every_requests=config.snapshot_every_ops,
             every_s=config.snapshot_every_s,
         )
         self._inboxes: dict[str, Inbox] = {}  # of every model that is in memory, with its lane
         # A lock lives as long as somebody holds it or waits for it.
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._housekeeping: asyncio.Task[None] | None = None
+        self._housekeeping: asyncio.Future[tuple[None, None]] | None = None
         self._clock = SteadyClock()
 
     def _dependencies(
-        self, quotas: Quotas, user_of: Callable[[str], Awaitable[User]]
+        self, quotas: Quotas, auth: Auth, failed_logins: FailedLogins
     ) -> Dependencies:
         return Dependencies(
             config=self.config,
@@ -127,6 +139,7 @@ class Service:
             workers=self.workers,
             catalog=self.catalog,
             quotas=quotas,
+            disk_quota=self.shelf.disk_quota,
             open_work=self.open_work,
             room=self.room,
             promises=self.promises,
@@ -134,21 +147,46 @@ class Service:
             results=self.results,
             curves=self.curves,
             rollouts=self.rollouts,
+            timelines=self.timelines,
+            rates=self.rates,
             sampling_sessions=self.sampling_sessions,
-            user_of=user_of,
+            teacher_scores=ScoreCache(),
+            auth=auth,
+            failed_logins=failed_logins,
         )
 
     # ------------------------------------------------------------------------ life
 
     async def start(self) -> None:
+        await self._restore_pauses()
+        await asyncio.to_thread(self.room.keep_reserve)
+        await self.store.call(self._quotas.load)
+        await self.store.call(self.shelf.measure)
+        await self.store.call(self.store.count_bytes)
+        await self.budgets.open()
+        await self.rates.open()
         await self.workers.pool.start()
         # Only those with unfinished requests: the others are opened when somebody asks for them.
+        # All before any goes on: what one waits for of a budget may be held by another.
         for model_id in await self.store.call(self.store.journal.unfinished_models):
             try:
-                await self._resume(model_id)
+                await self._open(model_id)
             except (ApiError, InvalidInputError) as exc:
                 logger.warning("requests of %s cannot go on: %s", model_id, exc)
-        self._housekeeping = asyncio.create_task(self._keep_house(), name="housekeeping")
+        for lane in self.lanes:
+            logger.info("%s goes on with %d requests", lane.model.model_id, lane.num_waiting)
+            lane.kick()
+        self._housekeeping = asyncio.gather(self._keep_house(), self._watch_streams())
+
+    async def _restore_pauses(self) -> None:
+        now, page = time.time(), self.store.audit.page
+        entries = await self.store.call(
+            page, pauses.MAX_USERS, 0, prefix=pauses.EVENTS, start=now - 2 * pauses.FORGET_S
+        )
+        self.open_work.pauses.restore(
+            (now - entry.timestamp, entry.user_id, entry.event, entry.details)
+            for entry in reversed(entries)
+        )
 
     async def _resume(self, model_id: str) -> None:
         """Let the unfinished requests of a model go on."""
@@ -173,6 +211,7 @@ class Service:
             await lane.close()
         self.ends.flush()
         await self.curves.flush()
+        await self.rates.flush()
         await self.catalog.close()
         await self.samples.close()
         self.finished_logs.close()
@@ -186,7 +225,9 @@ class Service:
                 if time.monotonic() - looked_at >= LOOK_FOR_SILENT_S:
                     looked_at = time.monotonic()
                     await self.drop_silent(self._clock.now())
+                await asyncio.to_thread(self.room.keep_reserve)
                 await self.curves.flush()
+                await self.rates.flush()
                 self.rollouts.forget()
                 self.promises.forget_expired()
                 self.finished_logs.forget()
@@ -194,6 +235,15 @@ class Service:
                     await self.park_session(session_id)
             except Exception:
                 logger.exception("housekeeping failed; it goes on in %g s", TICK_S)
+
+    async def _watch_streams(self) -> None:
+        """Not in the rounds of `_keep_house`, which may take long over models that are saved."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                await self.samples.end_revoked()
+            except Exception:
+                logger.exception("streams were not looked at; again in %g s", TICK_S)
 
     async def park_session(self, session_id: str, *, save: bool = True) -> None:
         """Save the models of a session and free their memory. Busy ones stay.
@@ -235,6 +285,17 @@ class Service:
                 return False
             await self.store.call(self.store.models.mark, model_id, unloaded=True)
             await self._snapshots.forget(model_id)
+            return True
+
+    async def forget_state(self, model_id: str) -> bool:
+        """Forget what a model is in memory and could be restored from. False while it has work."""
+        async with self._opening.setdefault(model_id, asyncio.Lock()):
+            lane = self.find_lane(model_id)
+            if lane is not None and (lane.num_waiting or not await lane.discard()):
+                return False
+            await self.store.call(self.store.models.mark, model_id, unloaded=True)
+            await self._snapshots.forget(model_id)
+            self._inboxes.pop(model_id, None)
             return True
 
     async def finish_session(self, session_id: str) -> None:
@@ -296,7 +357,8 @@ class Service:
         model = await operation.new_model(request, user)
         known = await self.store.call(self.store.models.get, model.model_id)
         if known is None:
-            await self.store.call(self.store.models.create, model)
+            async with self._quotas.one_more(user.user_id, "models"):
+                await self.store.call(self.store.models.create, model)
         elif known.base_model != model.base_model:
             raise SeqConflictError(
                 f"{model.model_seq_id} was used before for a model on {known.base_model!r}; "
@@ -323,6 +385,7 @@ class Service:
         graph = request.graph.model_dump()
         await asyncio.to_thread(validation.check_graph, inputs, graph)
         seq_id = request.custom_loss_seq_id
+        size = await asyncio.to_thread(lambda: len(orjson.dumps(inputs)) + len(orjson.dumps(graph)))
         loss = CustomLoss(
             loss_id=f"{request.session_id}:loss:{seq_id}",
             session_id=request.session_id,
@@ -332,8 +395,12 @@ class Service:
             inputs=inputs,
             graph=graph,
             created_at=time.time(),
+            size_bytes=size,
         )
-        stored = await self.store.call(self.store.sampling.create_loss, loss)
+        stored = await self.store.call(self.store.sampling.get_loss, loss.loss_id)
+        if stored is None:  # a repeat stores nothing, and needs no room
+            with self.shelf.disk_quota.admitted(loss.loss_id, user.user_id, size):
+                stored = await self.store.call(self.store.sampling.create_loss, loss)
         if (stored.inputs, stored.graph) != (loss.inputs, loss.graph):
             raise InvalidInputError(
                 f"{seq_id} was used before for another loss", path="custom_loss_seq_id"
@@ -361,7 +428,7 @@ class Service:
             raise _unloaded(model_id)
         session = await self.store.call(self.store.sessions.get, model.session_id)
         base_model = self.catalog.resolve(model.base_model)
-        state = ModelState(model_id, base_model, self.workers.pool, self._snapshots)
+        state = ModelState(model, base_model, self.workers.pool, self._snapshots)
         project_id = session.project_id if session else None
         return Lane(model, project_id, state, self.operations, self._deps)
 

@@ -5,23 +5,28 @@ Made once by the service, which owns their lives; nobody replaces a part.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from tinkex.server.files.checkpoints import Shelf
+from tinkex.server.files.disk_quota import DiskQuota
+from tinkex.server.guard.auth import Auth
+from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.guard.quotas import Quotas
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.process.disk import Room
 from tinkex.server.runs.curves import LiveCurves
+from tinkex.server.runs.rates import MeasuredRates
 from tinkex.server.runs.rollouts import Rollouts
+from tinkex.server.runs.timeline import Timelines
 from tinkex.server.work.futures import PromiseTable
 from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.results import Results
 from tinkex.server.work.sampling_sessions import SamplingSessions
+from tinkex.server.work.score_cache import ScoreCache
 from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.catalog import Catalog
-from tinkex.store import Store, User
+from tinkex.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,7 @@ class Dependencies:
     workers: GatedPool
     catalog: Catalog
     quotas: Quotas
+    disk_quota: DiskQuota
     open_work: OpenWork
     room: Room
     promises: PromiseTable
@@ -39,6 +45,10 @@ class Dependencies:
     results: Results
     curves: LiveCurves
     rollouts: Rollouts
+    timelines: Timelines
+    rates: MeasuredRates
     sampling_sessions: SamplingSessions
-    user_of: Callable[[str], Awaitable[User]]
-    """The owner of a key, for requests that name another user's."""
+    teacher_scores: ScoreCache
+    auth: Auth
+    failed_logins: FailedLogins
+    """Where wrong keys count that a request names."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from tinkex.engine.jobs import Job, Result
@@ -84,11 +84,19 @@ class Flights:
     def holds(self, request: QueuedRequest) -> bool:
         return any(flight.request is request for flight in self._all)
 
-    def send(self, request: QueuedRequest, job: Job | Outcome) -> None:
-        """Run a job in its turn; an outcome, where there is none to run, waits for its turn too."""
+    def send(
+        self,
+        request: QueuedRequest,
+        job: Job | Outcome,
+        complete: Callable[[Job], Awaitable[Job]],
+    ) -> None:
+        """Run a job in its turn; an outcome, where there is none to run, waits for its turn too.
+
+        `complete` computes what a job needs before it is posted, while those before it run.
+        """
         after = self._all[-1].posted if self._all else None
         posted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._run(request, job, after, posted))
+        task = asyncio.create_task(self._run(request, job, complete, after, posted))
         task.add_done_callback(lambda _: self._on_ended())
         self._all.append(Flight(request, task, posted))
 
@@ -96,6 +104,7 @@ class Flights:
         self,
         request: QueuedRequest,
         job: Job | Outcome,
+        complete: Callable[[Job], Awaitable[Job]],
         after: asyncio.Future[None] | None,
         posted: asyncio.Future[None],
     ) -> Result | Outcome:
@@ -105,8 +114,11 @@ class Flights:
             # Only now: the one behind waits for this one alone, and would overtake those before.
             if isinstance(job, Outcome):
                 return job
+            await self._open_work.budgets.wait(request.reservation)
+            job = await complete(job)
             cost = max(1, request.size_bytes)
-            line = self._workers.training
+            is_suspect = request.suspicion.on_trial
+            line = self._workers.trials if is_suspect else self._workers.training
             async with self._open_work.slot(self._user_id), line.slot(self._user_id, cost):
                 # Asked for now: a state that was lost while the job waited may be elsewhere.
                 if (placement := self._placement()) is None:

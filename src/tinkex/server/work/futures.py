@@ -30,17 +30,20 @@ class Outcome:
     error: str = ""
     category: str = ""
     """Empty for a success, else `user`, `server`, `cancelled` or `lost`."""
+    load: Callable[[], bytes] | None = None
+    """Reads the payload where it has left the memory. Blocks."""
+    stored_bytes: int = 0
+    """How much `load` reads."""
     file: Path | None = None
-    """Where the payload lies when it has left the memory."""
-    file_bytes: int = 0
+    """The file of its own in which it lies then, if it does."""
 
     @property
     def size_bytes(self) -> int:
-        return self.file_bytes if self.file is not None else len(self.payload)
+        return len(self.payload) if self.load is None else self.stored_bytes
 
     def content(self) -> bytes:
-        """The payload, wherever it is. Blocks when it is in a file."""
-        return self.payload if self.file is None else self.file.read_bytes()
+        """The payload, wherever it is. Blocks when it has left the memory."""
+        return self.payload if self.load is None else self.load()
 
     @property
     def ok(self) -> bool:

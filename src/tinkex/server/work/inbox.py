@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkex.errors import InvalidInputError
+from tinkex.server.guard.budgets import NOTHING, Reservation
 from tinkex.server.process.off_loop import off_loop
 from tinkex.server.process.problems import ApiError
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.futures import Promise
 from tinkex.server.work.lane import Lane
 from tinkex.server.work.operation import Operation
-from tinkex.store import NewRow, SeqConflictError, User
-from tinkex.store.journal import body_hash
+from tinkex.store import Model, NewRow, SeqConflictError, User
+from tinkex.store.journal import body_hash, result_name
 from tinkex.types.fields.bounds import INT64
 from tinkex.wire.requests import Opened
 
@@ -40,6 +41,7 @@ class _Taken:
     digest: bytes
     accepted: asyncio.Future[str | Exception]
     """The request id, or why it was refused. Not the promise: that would keep its result."""
+    reservation: Reservation = NOTHING
 
 
 class Inbox:
@@ -73,13 +75,15 @@ class Inbox:
         self._check_number(seq_id, newest)
         # From the look above to here nothing waits, so no repeat slips in between.
         with self._take(seq_id, digest) as taken:
-            row, checked = await self._judged(operation, opened, user, seq_id, digest)
+            row, checked = await self._judged(operation, opened, user, seq_id, taken)
             self._deps.ends.ride()
             await asyncio.wrap_future(self._deps.store.journal.append(row))
+            self._deps.disk_quota.release(row.request_id)  # of a row that was there, too
             if isinstance(checked, InvalidInputError):
+                self._deps.disk_quota.release(result_name(row.request_id))
                 self.lane.skip(seq_id)
                 raise checked
-            promise = self.lane.push(row, operation, checked)
+            promise = self.lane.push(row, operation, checked, taken.reservation)
             taken.accepted.set_result(promise.request_id)
         return promise
 
@@ -95,17 +99,21 @@ class Inbox:
         deps.open_work.begin(user_id)
         try:
             yield taken
-        except Exception as exc:
+        except BaseException as exc:
             deps.open_work.end(user_id)
+            deps.open_work.budgets.release(taken.reservation)
+            request_id = _request_id(self.lane.model, seq_id)
+            deps.disk_quota.release(request_id)
+            deps.disk_quota.release(result_name(request_id))
             # A copy: the exception itself holds the frames it passed, and with them the body.
-            taken.accepted.set_result(copy.copy(exc))
+            taken.accepted.set_result(copy.copy(exc) if isinstance(exc, Exception) else _cut_off())
             if not isinstance(exc, InvalidInputError):  # it may be sent again
                 self._taken.pop(seq_id, None)
                 self._newest = max(self._taken, default=-1)
             raise
 
     async def _judged(
-        self, operation: Operation[Any], opened: Opened, user: User, seq_id: int, digest: bytes
+        self, operation: Operation[Any], opened: Opened, user: User, seq_id: int, taken: _Taken
     ) -> tuple[NewRow, Any]:
         """The row of a request, and the checked request, or the error with which it is refused.
 
@@ -115,20 +123,35 @@ class Inbox:
         try:
             checked = await operation.check(opened, model, user, seq_id)
             body = operation.pack(opened, checked)
+            self._admit(_request_id(model, seq_id), len(body), operation.result_bytes(checked))
+            whose = model.user_id, user.key_id, model.model_id
+            spends = operation.spends(checked, model)
+            taken.reservation = self._deps.open_work.budgets.reserve(*whose, spends)
         except InvalidInputError as exc:
-            checked, refused = exc, str(exc)
+            checked, refused, body = exc, str(exc), b""
         row = NewRow(
             model_id=model.model_id,
             seq_id=seq_id,
             kind=operation.name,
-            request_id=f"{model.model_id}:{seq_id}",
+            request_id=_request_id(model, seq_id),
             user_id=model.user_id,
             body=body,
-            body_hash=digest,
+            body_hash=taken.digest,
             refused=refused,
             key_id=user.key_id,
         )
         return row, checked
+
+    def _admit(self, request_id: str, body_bytes: int, result_bytes: int) -> None:
+        """Reserve disk for a request until its row is written, for its result until it has ended.
+
+        Raises:
+            OverQuotaError: Its user has no room for both.
+        """
+        quota, user_id = self._deps.disk_quota, self.lane.model.user_id
+        quota.admit(request_id, user_id, body_bytes)
+        if result_bytes:
+            quota.admit(result_name(request_id), user_id, result_bytes)
 
     async def _again(self, taken: _Taken, digest: bytes, seq_id: int) -> Promise:
         """The number is known: the same request gets the same answer, another one is refused."""
@@ -183,9 +206,22 @@ class Inbox:
             del self._taken[oldest]
 
 
+def _request_id(model: Model, seq_id: int) -> str:
+    return f"{model.model_id}:{seq_id}"
+
+
 def _conflict(seq_id: int) -> SeqConflictError:
     return SeqConflictError(
         f"seq_id {seq_id} was used before for another request. Every request needs a new number; "
         "only an exact repeat may reuse one.",
         path="seq_id",
+    )
+
+
+def _cut_off() -> ApiError:
+    """The answer to a repeat of a request that was cancelled before it was accepted."""
+    return ApiError(
+        503,
+        "The request was cut off before it was accepted; send it again.",
+        headers={"Retry-After": "1"},
     )

@@ -42,25 +42,42 @@ class JobBuilder:
             logger.exception("%s cannot be run", request.request_id)
             return Outcome(error=disk.describe(exc), category="server")
         is_replay = request.mode == "replay"
-        if isinstance(job, TrainJob) and (request.runs_alone or is_replay):
-            job = replace(job, alone=request.runs_alone, is_replay=is_replay)
+        if isinstance(job, TrainJob) and (request.suspicion.on_trial or is_replay):
+            job = replace(job, alone=request.suspicion.on_trial, is_replay=is_replay)
         if not isinstance(job, Outcome):
             request.job = job
         return job
+
+    async def complete(self, request: QueuedRequest, model: Model, job: Job) -> Job:
+        """The job with what had to be computed before it."""
+        assert request.operation is not None
+        run = self.run_of(request, model)
+        request.job = await request.operation.complete(request.checked, run, job)
+        return request.job
 
     async def _checked(
         self, request: QueuedRequest, operation: Operation[Any], model: Model
     ) -> Any:
         """The request as its `check` gave it on arrival, read again where it was not kept."""
         if request.spilled:
-            row = await self._store.call(self._store.journal.get, request.request_id)
-            if row is None or row.body is None:
+            body = await self._store.call(self._store.journal.body, request.request_id)
+            if body is None:
                 raise InvalidInputError(f"the body of {request.request_id} left the journal")
-            request.body, request.spilled = row.body, False
+            request.body, request.spilled = body, False
         if request.checked is None:
             size = len(request.body)
             request.checked = await off_loop(size, operation.unpack, request.body, model)
         return request.checked
+
+    async def spends(self, request: QueuedRequest, model: Model) -> dict[str, float]:
+        """The most that a request from the journal uses of budgets; nothing if it cannot be run."""
+        assert request.operation is not None
+        size, unpack = len(request.body), request.operation.unpack
+        try:
+            checked = await off_loop(size, unpack, request.body, model)
+        except InvalidInputError:  # as it will be told when its turn comes
+            return {}
+        return request.operation.spends(checked, model)
 
     def run_of(self, request: QueuedRequest, model: Model) -> OperationRun:
         """The names under which a request runs this time; a job's never repeats."""

@@ -89,8 +89,11 @@ class KeptResults:
         if promise.request_id not in self._sizes:  # fetched meanwhile
             await asyncio.to_thread(_unlink, file)
             return
-        promise.outcome = replace(outcome, payload=b"", file=file, file_bytes=len(outcome.payload))
-        take_from(self._in_memory, promise.user_id, len(outcome.payload))
+        size = len(outcome.payload)
+        promise.outcome = replace(
+            outcome, payload=b"", file=file, load=file.read_bytes, stored_bytes=size
+        )
+        take_from(self._in_memory, promise.user_id, size)
 
 
 def _write(file: Path, payload: bytes) -> None:

@@ -17,20 +17,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from tinkex.engine.jobs import Result
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError
 from tinkex.server.fairness.pauses import Pauses
+from tinkex.server.guard.budgets import Reservation
 from tinkex.server.process import disk
 from tinkex.server.work import replay
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.flights import Flight, Flights
 from tinkex.server.work.futures import Outcome, Promise
+from tinkex.server.work.gap_timer import GapTimer
 from tinkex.server.work.job_builder import JobBuilder
 from tinkex.server.work.model_state import ModelState
 from tinkex.server.work.operation import Conclusion, Operation
-from tinkex.server.work.queued_request import MAX_ATTEMPTS, QueuedRequest
+from tinkex.server.work.queued_request import QueuedRequest
 from tinkex.server.work.request_queue import RequestQueue
 from tinkex.store import JournalRow, Model, NewRow, UsageCount
 
@@ -68,7 +71,9 @@ class Lane:
             placement=lambda: state.placement,
             on_ended=self._wake.set,
         )
-        self._gap_timer: asyncio.TimerHandle | None = None
+        self.gap_timer = GapTimer(
+            self.queue, model.model_id, deps.config.gap_limit_s, self._fail_all
+        )
         self._lost_replays = replay.LostReplays()
         self._exclusive = asyncio.Lock()
 
@@ -104,19 +109,27 @@ class Lane:
             if row.seq_id == 0 and row.state == "failed":
                 self._broken = self._never_created(row.error or "")
             if row.state == "accepted":
-                requests.append(self._revived(row))
+                requests.append(await self._revived(row))
             elif row.state == "refused":
                 requests.append(QueuedRequest(row.seq_id, mode="skip"))
         ended = [row.seq_id for row in rows if row.state in ("done", "failed")]
         self.queue.load(snapshot_seq, ended, requests)
 
-    def push(self, row: NewRow, operation: Operation[Any], checked: Any) -> Promise:
+    def push(
+        self, row: NewRow, operation: Operation[Any], checked: Any, reservation: Reservation
+    ) -> Promise:
         """Queue a request at its number. The inbox has made sure that the number is free.
 
         It counts as open work already, until it is told how it ended.
         """
         request = QueuedRequest(
-            row.seq_id, operation, row.request_id, row.body, checked=checked, key_id=row.key_id
+            row.seq_id,
+            operation,
+            row.request_id,
+            row.body,
+            checked=checked,
+            key_id=row.key_id,
+            reservation=reservation,
         )
         promise = self._promise(request, self.model.user_id)
         self.queue.put(request)
@@ -134,7 +147,7 @@ class Lane:
         # Nothing waits between the look and the task, so there is one driver at a time.
         if self._task is None and self.queue.head is not None:
             self._task = asyncio.create_task(self._drive(), name=f"lane-{self.model.model_id}")
-        self._watch_gap()
+        self.gap_timer.watch(is_idle=self._task is None)
 
     async def park(self, *, save: bool = True) -> bool:
         """Save the state and free its memory. False when the lane is busy, before or after."""
@@ -174,8 +187,7 @@ class Lane:
         return True
 
     async def close(self) -> None:
-        if self._gap_timer is not None:
-            self._gap_timer.cancel()
+        self.gap_timer.cancel()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -199,8 +211,10 @@ class Lane:
             return self._state.obstacle
         if self._state.is_restoring:
             return f"restoring the model's state; {self.queue.num_ahead(request)} requests ahead"
-        if not request.started_at and (pause := self._pauses.reason(self.model.user_id)):
-            return pause
+        if not request.started_at:
+            pause = self._pauses.reason(self.model.user_id) or request.reservation.reason
+            if pause:
+                return pause
         if request.mode == "run" and self._flights.holds(request):
             if not request.started_at:
                 waiting = self._deps.workers.training.ahead_of(self.model.user_id)
@@ -280,7 +294,7 @@ class Lane:
             run_id, num = self.model.model_id, len(replays)
             logger.info("%s: replaying %d requests after %d", run_id, num, snapshot_seq)
 
-    def _revived(self, row: JournalRow) -> QueuedRequest:
+    async def _revived(self, row: JournalRow) -> QueuedRequest:
         """An accepted request from the journal, with a promise that can be polled again."""
         operation = self._operations[row.kind]
         request = QueuedRequest(
@@ -288,6 +302,10 @@ class Lane:
         )
         self._promise(request, row.user_id)
         self._deps.open_work.begin(self.model.user_id)
+        budgets, whose = self._deps.open_work.budgets, (row.user_id, row.key_id, row.model_id)
+        if budgets.hold_for(*whose):
+            spends = await self._jobs.spends(request, self.model)
+            request.reservation = budgets.reserve(*whose, spends, is_admitted=True)
         return request
 
     async def _fill(self) -> None:
@@ -306,7 +324,8 @@ class Lane:
             elif self._broken is not None:
                 self._settle(request, self._broken)
             else:
-                self._flights.send(request, await self._jobs.build(request, self.model))
+                job = await self._jobs.build(request, self.model)
+                self._flights.send(request, job, partial(self._jobs.complete, request, self.model))
 
     # ------------------------------------------------------------------------ ends
 
@@ -353,7 +372,13 @@ class Lane:
             self._snapshot_due |= self._state.note(operation, compute_s, request.size_bytes)
             return
         part, key_id = operation.part_of_step, request.key_id
-        self._deps.curves.worked(self.model, key_id, part, request.started_at, ended_at)
+        model, budgets = self.model, self._deps.open_work.budgets
+        used_s = self._deps.curves.worked(model, key_id, part, request.started_at, ended_at)
+        owner = model.user_id, key_id, model.model_id, model.base_model
+        budgets.count(*owner, {"device_seconds": used_s})
+        amount = sum(operation.tokens(request.checked).values()) or 1
+        base_model = self._deps.catalog.engine_name(model.base_model)
+        self._deps.rates.note(base_model, operation.name, amount, used_s)
         try:
             run = self._jobs.run_of(request, self.model)
             concluded = await operation.conclude(request.checked, run, job, result)
@@ -377,7 +402,12 @@ class Lane:
             results.record(request.request_id, concluded.outcome, request.started_at)
             self.queue.numbers.apply(request.seq_id)
             self._snapshot_due = False
-            await self._state.snapshot(request.seq_id)
+            unsaved = await self._state.snapshot(request.seq_id)
+            if unsaved and operation.is_snapshot_forced:
+                # Without it a crash would need what the request depended on, which may be gone.
+                self._state.distrust()
+                error = f"The state that it makes cannot be kept: {unsaved} Nothing was changed."
+                concluded = Conclusion(outcome=Outcome(error=error, category="user"))
         self._settle(request, concluded.outcome, concluded.usage)
 
     def _settle(
@@ -398,6 +428,7 @@ class Lane:
         self._clean_up(request, ok=ok)
         self.queue.release(request)
         self._deps.open_work.end(self.model.user_id)
+        self._deps.open_work.budgets.release(request.reservation)
         assert request.promise is not None
         return request.promise
 
@@ -411,7 +442,7 @@ class Lane:
     async def _distrust(self, request: QueuedRequest, exc: EngineError) -> None:
         """The engine failed in the middle: the request failed, and state it changed is restored."""
         if exc.is_to_blame:
-            self._pauses.blame(self.model.user_id)
+            self._blame(request, "stuck")
         self._flights.drop_head()
         error = disk.trouble(exc) or str(exc)
         self._settle(request, Outcome(error=error, category="server"))
@@ -422,6 +453,9 @@ class Lane:
             self._state.distrust()
             await self._take_back(blame=False)
 
+    def _blame(self, request: QueuedRequest, cause: str) -> None:
+        self._pauses.blame(self.model.user_id, cause=cause, request_id=request.request_id)
+
     async def _take_back(self, *, blame: bool) -> None:
         """Give up everything sent and not published; it will be sent again."""
         flights = await self._flights.land()
@@ -429,16 +463,17 @@ class Lane:
         if suspects and self._lost_replays.is_hopeless(suspects[0]):  # the others hardly began
             self._lose_state("the worker died")
         for request in suspects:
-            request.attempts += 1
+            request.suspicion.attempts += 1
         for flight in flights:
             request = flight.request
             self._clean_up(request, ok=False)
             request.started_at, request.progress = 0.0, ""
             loss = flight.loss if blame else None
-            if loss is not None and loss.cause and loss.is_to_blame:
-                self._pauses.blame(self.model.user_id)
-            is_last = loss is not None and request.note_death(loss)
-            if is_last or request.attempts >= MAX_ATTEMPTS:
+            if loss is not None and loss.is_to_blame:
+                self._blame(request, loss.cause)
+            is_last = loss is not None and request.suspicion.note(loss)
+            # A replay is not given up for that: without it the state would be another one.
+            if (is_last and request.mode == "run") or request.suspicion.is_hopeless:
                 self._give_up_on(request)
 
     def _lose_state(self, reason: str) -> None:
@@ -469,29 +504,3 @@ class Lane:
     def _fail_all(self, outcome: Outcome) -> None:
         for request in self.queue.in_order():
             self._settle(request, outcome)
-
-    # ------------------------------------------------------------------------ gaps
-
-    def _watch_gap(self) -> None:
-        has_gap = self.queue.has_gap and self._task is None
-        if not has_gap and self._gap_timer is not None:
-            self._gap_timer.cancel()
-            self._gap_timer = None
-        elif has_gap and self._gap_timer is None:
-            loop = asyncio.get_running_loop()
-            self._gap_timer = loop.call_later(self._deps.config.gap_limit_s, self._fail_gap)
-
-    def _fail_gap(self) -> None:
-        self._gap_timer = None
-        if not self.queue.has_gap:
-            return
-        missing = self.queue.gap
-        shown = ", ".join(str(n) for n in missing[:5]) + (", ..." if len(missing) > 5 else "")
-        self._fail_all(
-            Outcome(
-                error=f"seq_id {shown} of {self.model.model_id} did not arrive within "
-                f"{self._deps.config.gap_limit_s:g} s, so the requests after it were not run. "
-                "Number requests without gaps, and send this one again under a new number.",
-                category="user",
-            )
-        )

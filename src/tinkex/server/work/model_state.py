@@ -19,25 +19,28 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinkex.engine.jobs import (
+    AdapterResult,
     DropAdapterJob,
     LoadAdapterJob,
     Result,
     SaveAdapterJob,
 )
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError, WrongBaseError
+from tinkex.server.files.disk_quota import DiskQuota, OverQuotaError
 from tinkex.server.files.folders import DataFolder
 from tinkex.server.process import disk
 from tinkex.server.work.operation import Operation
 from tinkex.server.work.write_behind import RETRY_S, WriteBehind
 from tinkex.server.workers.placement import Placement
 from tinkex.server.workers.pool import Pool
-from tinkex.store import JournalRow, Snapshot, Store
+from tinkex.store import JournalRow, Model, Snapshot, Store
 from tinkex.types.fields.bounds import INT64
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,7 @@ class SnapshotFiles:
     store: Store
     ends: WriteBehind
     folders: DataFolder
+    disk_quota: DiskQuota
     every_requests: int
     every_s: float
 
@@ -92,7 +96,7 @@ class _SinceSnapshot:
 
 
 class ModelState:
-    def __init__(self, model_id: str, base_model: str, worker: Pool, files: SnapshotFiles) -> None:
+    def __init__(self, model: Model, base_model: str, worker: Pool, files: SnapshotFiles) -> None:
         self.placement: Placement | None = None
         """Where the state is in memory; None: nowhere, or it is not trusted."""
         self.is_restoring = False
@@ -100,13 +104,14 @@ class ModelState:
         """What keeps the state from being restored, for a person."""
         self.loss = ""
         """Why it cannot be restored at all."""
-        self._model_id = model_id
+        self._model_id = model.model_id
+        self._user_id = model.user_id
         self._base_model = base_model
         self._worker = worker
         self._files = files
         self._store = files.store
         self._since = _SinceSnapshot()
-        self._under_way: asyncio.Task[None] | None = None
+        self._under_way: asyncio.Task[str] | None = None
 
     @property
     def is_here(self) -> bool:
@@ -194,16 +199,18 @@ class ModelState:
         share = max(
             since.num_requests / self._files.every_requests,
             since.compute_s / self._files.every_s,
-            since.size_bytes / MAX_REPLAY_BYTES,
+            since.size_bytes / self._files.disk_quota.replay_bytes(self._user_id, MAX_REPLAY_BYTES),
         )
         # After a step there are no gradients to save; wait for one, but not for ever.
         return share >= 2 or (share >= 1 and operation.clears_gradients)
 
-    async def snapshot(self, seq_id: int) -> None:
-        """Save the state, which is the one after `seq_id`, and wait until that is durable."""
+    async def snapshot(self, seq_id: int) -> str:
+        """Save the state, which is the one after `seq_id`, and wait until that is durable.
+
+        Gives why its user has no room for it; empty when they have.
+        """
         await self.begin_snapshot(seq_id)
-        if self._under_way is not None:
-            await self._under_way
+        return await self._under_way if self._under_way is not None else ""
 
     async def begin_snapshot(self, seq_id: int) -> None:
         """Have it saved while the lane goes on. Called with no request under way."""
@@ -236,16 +243,34 @@ class ModelState:
             self._under_way.cancel()
             await self.snapshot_ended()
 
-    async def _finish(self, seq_id: int, folder: Path, saved: asyncio.Future[Result]) -> None:
+    async def _finish(self, seq_id: int, folder: Path, saved: asyncio.Future[Result]) -> str:
+        """Adopt a snapshot once it is written; gives why its user has no room for it."""
         try:
-            await saved
-            await self._adopt(seq_id, folder)
+            result = await saved
+            assert isinstance(result, AdapterResult)
+            await self._admit(seq_id, folder, result.size_bytes)
+            await self._adopt(seq_id, folder, result.size_bytes)
         except WorkerLostError:
             raise
+        except OverQuotaError as exc:
+            logger.warning("%s: no snapshot; the journal is kept instead: %s", self._model_id, exc)
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            return str(exc)
         except Exception:  # no room on the disk, or in the database
             logger.exception("%s: no snapshot; the journal is kept instead", self._model_id)
+        finally:
+            self._files.disk_quota.release(self._files.folders.name(folder))
+        return ""
 
-    async def _adopt(self, seq_id: int, folder: Path) -> None:
+    async def _admit(self, seq_id: int, folder: Path, size_bytes: int) -> None:
+        store, name = self._store, self._files.folders.name(folder)
+        before = await store.call(store.models.get_snapshot, self._model_id)
+        # The requests that it covers go with the snapshot before.
+        freed = await store.call(store.journal.body_bytes, self._model_id, seq_id)
+        freed += before.size_bytes if before else 0
+        self._files.disk_quota.admit(name, self._user_id, size_bytes, freed=freed)
+
+    async def _adopt(self, seq_id: int, folder: Path, size_bytes: int) -> None:
         # Without its body a request cannot run again, so its end must be known to the journal.
         if self._files.ends.is_behind:
             raise OSError("the journal does not know yet how earlier requests ended")
@@ -255,6 +280,7 @@ class ModelState:
             seq_id=seq_id,
             folder=self._files.folders.name(folder),
             created_at=time.time(),
+            size_bytes=size_bytes,
         )
         before = await self._store.call(self._store.models.save_snapshot, snapshot)
         # Only now: until this row is durable a restart replays from the snapshot before.
@@ -263,7 +289,7 @@ class ModelState:
         ended = before.folder if before else ""
         await asyncio.to_thread(self._files.clear, folder.parent, ended, folder)
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
+    def _note_end(self, task: asyncio.Task[str]) -> None:
         if self._under_way is task:
             self._under_way = None
         if not task.cancelled():

@@ -12,17 +12,22 @@ from collections import Counter
 from collections.abc import Mapping
 
 from tinkex.server.fairness.line import Slot, Ticket, TicketLine, take_from
-from tinkex.server.fairness.pauses import Pauses
+from tinkex.server.fairness.pauses import Pauses, Record
+from tinkex.server.guard.budgets import SpendingBudgets
 from tinkex.server.guard.quotas import Quotas
+from tinkex.server.process.problems import ApiError
 
 
 class OpenWork:
-    def __init__(self, quotas: Quotas) -> None:
-        self._quotas = quotas
+    def __init__(
+        self, quotas: Quotas, budgets: SpendingBudgets, record: Record | None = None
+    ) -> None:
+        """`record` writes an event of the audit log."""
+        self._quotas, self.budgets = quotas, budgets
         self._open: Counter[str] = Counter()
         self._held: Counter[str] = Counter()
         self._lines: dict[str, TicketLine[Ticket]] = {}
-        self.pauses = Pauses()
+        self.pauses = Pauses(record)
 
     def require(self, user_id: str) -> None:
         """Refuse more work of a user who has enough.
@@ -31,6 +36,16 @@ class OpenWork:
             ApiError: 429.
         """
         self._quotas.check(user_id, "queued", self._open[user_id])
+
+    def require_no_pause(self, user_id: str) -> None:
+        """Refuse work of a caller who would wait for it on an open connection.
+
+        Raises:
+            ApiError: 429.
+        """
+        if reason := self.pauses.reason(user_id):
+            headers = self.pauses.retry_after(user_id)
+            raise ApiError(429, f"Your work is {reason}.", headers=headers)
 
     @property
     def by_user(self) -> Mapping[str, int]:

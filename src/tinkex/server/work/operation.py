@@ -23,7 +23,7 @@ from tinkex.engine.jobs import Job, Result
 from tinkex.errors import InvalidInputError
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.futures import Outcome
-from tinkex.store import Model, UsageCount, User
+from tinkex.store import Model, UsageCount, UsageKind, User
 from tinkex.wire import requests
 from tinkex.wire.endpoints import ENDPOINTS
 from tinkex.wire.requests import Opened
@@ -102,6 +102,18 @@ class Operation(ABC, Generic[Checked]):
         """The model that a request without one makes."""
         raise NotImplementedError
 
+    def tokens(self, checked: Checked) -> Mapping[UsageKind, int]:
+        """The tokens that a request uses of budgets, by kind; none where it always runs."""
+        return {}
+
+    def spends(self, checked: Checked, model: Model) -> dict[str, float]:
+        """The most that a request on a model uses of budgets, by `MODEL kind`."""
+        return {f"{model.base_model} {kind}": n for kind, n in self.tokens(checked).items()}
+
+    def result_bytes(self, checked: Checked) -> int:
+        """About the bytes that the result of a request will take in the journal."""
+        return 0
+
     # ------------------------------------------------------------------------ in the journal
 
     @abstractmethod
@@ -115,6 +127,10 @@ class Operation(ABC, Generic[Checked]):
     @abstractmethod
     async def job(self, checked: Checked, run: OperationRun) -> Job | Outcome:
         """The job that the engine runs; the outcome when there is nothing left to compute."""
+
+    async def complete(self, checked: Checked, run: OperationRun, job: Job) -> Job:
+        """Complete a job by what is computed first, while those before it still run."""
+        return job
 
     @abstractmethod
     async def conclude(

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tinkex.engine.jobs import Event, Job, Progress
-from tinkex.errors import WorkerLostError
+from tinkex.server.guard.budgets import NOTHING, Reservation
 from tinkex.server.work.futures import Promise, is_loading
 from tinkex.server.work.operation import Operation
+from tinkex.server.work.suspicion import Suspicion
 
 logger = logging.getLogger(__name__)
 Mode = Literal["run", "replay", "skip"]
-MAX_ATTEMPTS = 5
-"""A request that was running this many times when its worker died is to blame."""
-MAX_MEMORY_DEATHS = 2
-"""One whose worker died for lack of memory is run once more, alone: it takes everybody's worker."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,11 +32,7 @@ class QueuedRequest:
     """What the operation's `check` gave on arrival; None: `unpack` gives it again."""
     job: Job | None = None
     """The job under way."""
-    attempts: int = 0
-    memory_deaths: int = 0
-    """How often its worker died for lack of memory while it ran."""
-    runs_alone: bool = False
-    """Its worker died by itself while it ran: nobody else's work shares its passes any more."""
+    suspicion: Suspicion = field(default_factory=Suspicion)
     spilled: bool = False
     """The body is in the journal only, because too many wait; it is read back for its turn."""
     size_bytes: int = 0
@@ -48,6 +41,8 @@ class QueuedRequest:
     progress: str = ""
     key_id: int | None = None
     """The key it came with."""
+    reservation: Reservation = NOTHING
+    """Its part of the budgets that hold for it."""
     through_seq: int = -1
     """The last number it stands for: one `skip` covers a whole range. -1: its own only."""
 
@@ -69,25 +64,10 @@ class QueuedRequest:
         if is_loading(event.text) and self.promise is not None:
             self.promise.polls.wake()  # who waits for a large model wants to see it move
 
-    def note_death(self, loss: WorkerLostError) -> bool:
-        """Count a death that is known to come from the work itself; True when it was the last."""
-        if not loss.cause:
-            return False
-        self.runs_alone = True
-        self.memory_deaths += loss.cause == "memory"
-        # A replay is not given up: without what ran before the state would be another one.
-        is_new = self.mode == "run"
-        return is_new and loss.was_alone and self.memory_deaths >= MAX_MEMORY_DEATHS
-
     @property
     def why_given_up(self) -> str:
-        if self.memory_deaths:
-            return (
-                f"The worker ran out of memory {self.memory_deaths} times while it ran this "
-                "request, and the kernel ended it; it was given up. Send fewer or shorter datums "
-                "at a time."
-            )
-        return f"The worker died {self.attempts} times while it ran this request; it was given up."
+        advice = "Send fewer or shorter datums at a time."
+        return self.suspicion.why_given_up("request", advice)
 
     def let_go(self) -> None:
         """Keep nothing but the number and what is needed to read the rest back."""

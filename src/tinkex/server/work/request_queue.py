@@ -131,6 +131,9 @@ class RequestQueue:
         ahead = {n: request for n, request in self._requests.items() if n > applied}
         # What waits goes on top: where the journal lost an end, a request that nobody was told of
         # stands among the replays, and its client is told this time.
+        for seq_id, request in replays.items():
+            if (known := self._requests.get(seq_id)) is not None:  # it was being replayed already
+                request.suspicion = known.suspicion
         self._requests = {**ahead, **replays, **waiting}
         self._requests |= replay.skips_between(self._requests, after=snapshot_seq, through=applied)
         self.numbers.go_back(snapshot_seq)

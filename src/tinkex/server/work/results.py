@@ -11,12 +11,16 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+from tinkex.server.process.problems import ApiError
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable, request_type
 from tinkex.server.work.write_behind import WriteBehind
-from tinkex.store import Ended, Fetched, JournalRow, Store, UsageCount
+from tinkex.store import Ended, Fetched, JournalOutline, Store, UsageCount
 
 LARGE_RESULT_BYTES = 65_536
 """Results beyond this leave the memory once they are in the journal."""
+
+
+_GONE = "The result was handed out before and is gone."
 
 
 class Results:
@@ -54,12 +58,12 @@ class Results:
         # Opening the lane made a promise for it, which `of_row` finds.
         return self.of_row(row)
 
-    def of_row(self, row: JournalRow) -> Promise:
+    def of_row(self, row: JournalOutline) -> Promise:
         known = self._promises.get(row.request_id)
         if known is not None:
             return known
         promise = Promise(row.request_id, row.user_id, request_type(row.kind))
-        promise.outcome = _outcome(row)
+        promise.outcome = self._outcome(row)
         return promise
 
     def settle(
@@ -123,13 +127,25 @@ class Results:
         self._promises.soon(soon)
         self._promises.drop(now)
 
+    def _outcome(self, row: JournalOutline) -> Outcome:
+        if row.state in ("failed", "refused"):
+            return Outcome(error=row.error or "failed", category=row.error_category or "server")
+        if (
+            row.state == "accepted"
+        ):  # no lane has it: it ran, and a crash on a full disk lost its end
+            error = "The request ran, but its result was lost when the server died."
+            return Outcome(error=error, category="lost")
+        if row.result_bytes is None:
+            return Outcome(error=_GONE, category="lost")
+        return Outcome(
+            kind=row.result_type or "json",  # type: ignore[arg-type]
+            load=partial(self._load, row.request_id),
+            stored_bytes=row.result_bytes,
+        )
 
-def _outcome(row: JournalRow) -> Outcome:
-    if row.state in ("failed", "refused"):
-        return Outcome(error=row.error or "failed", category=row.error_category or "server")
-    if row.state == "accepted":  # no lane has it: it ran, and a crash on a full disk lost its end
-        error = "The request ran, but its result was lost when the server died."
-        return Outcome(error=error, category="lost")
-    if row.result is None:
-        return Outcome(error="The result was handed out before and is gone.", category="lost")
-    return Outcome(kind=row.result_type or "json", payload=row.result)  # type: ignore[arg-type]
+    def _load(self, request_id: str) -> bytes:
+        """The result in the journal. Blocks."""
+        result = self._store.journal.result(request_id)
+        if result is None:  # its time ended since its row was read
+            raise ApiError(410, _GONE)
+        return result

@@ -12,17 +12,22 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from tinkex.engine.jobs import Event, SampleJob, SampleResult
+from tinkex.engine.jobs import Event, ModelInfo, SampleJob, SampleResult
 from tinkex.errors import EngineError, InvalidInputError
 from tinkex.server.fairness.line import take_from
 from tinkex.server.files.checkpoints import parse_path
+from tinkex.server.guard.budgets import BudgetError, Reservation
 from tinkex.server.jobs import encode, validation
 from tinkex.server.process.problems import ApiError
+from tinkex.server.runs.rates import PREFILL, SAMPLE
+from tinkex.server.runs.timeline import SAMPLE_PARTS, SAMPLES, SAMPLES_WAIT, TimelineSpan
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.finished_logs import FinishedLogs
 from tinkex.server.work.futures import Outcome, Promise
@@ -78,11 +83,16 @@ class SampleQueue:
                     path="seq_id",
                 )
             return AcceptedSample(known, _sequence_ids(request_id, request.num_samples), snapshot)
-        job = await self._job(session, request, request_id)
+        job, reserve = await self._job(session, user, request, request_id)
         self._check_room(user.user_id)
         self._deps.quotas.check(user.user_id, "result_bytes", self.kept.bytes_of(user.user_id))
         promise = Promise(request_id, user.user_id, "Sample", digest=digest)
-        self._start(promise, user, session, job)
+        reservation = reserve()
+        try:
+            self._start(promise, user, session, job, reservation)
+        except BaseException:
+            self._deps.open_work.budgets.release(reservation)
+            raise
         return AcceptedSample(promise, _sequence_ids(request_id, job.num_samples), snapshot)
 
     async def stream(
@@ -91,23 +101,33 @@ class SampleQueue:
         """Start a sample for a caller who stays connected.
 
         Its tokens are passed to `on_event` while they are made; None: only the whole is wanted.
+
+        Raises:
+            ApiError: 429 when too many wait, or the user's work is paused.
         """
+        self._deps.open_work.require_no_pause(user.user_id)
         session = await self._deps.sampling_sessions.of_request(user, request)
         request_id = f"{session.sampling_session_id}:stream-{secrets.token_hex(8)}"
-        job = await self._job(session, request, request_id, stream=on_event is not None)
+        stream = on_event is not None
+        job, reserve = await self._job(session, user, request, request_id, stream=stream)
         self._check_room(user.user_id)
         promise = Promise(request_id, user.user_id, "Sample")
-        task = self._launch(promise, user, session, job, on_event)
+        reservation = reserve()
+        if reason := reservation.reason:  # nobody should wait for it on an open connection
+            raise BudgetError(reason)
+        task = self._launch(promise, user, session, job, reservation, on_event, is_stream=True)
         return promise, task, _sequence_ids(request_id, job.num_samples)
 
     async def _job(
         self,
         session: SamplingSession,
+        user: User,
         request: SampleRequest,
         request_id: str,
         *,
         stream: bool = False,
-    ) -> SampleJob:
+    ) -> tuple[SampleJob, Callable[[], Reservation]]:
+        """The job of a sample, and what reserves its part of budgets."""
         weights = await self._deps.sampling_sessions.weights(session)
         job = validation.sample_job(
             request,
@@ -119,7 +139,9 @@ class SampleQueue:
             stream=stream,
         )
         validation.check_result_size(job, weights.info, self._deps.config.max_sample_bytes)
-        return job
+        counts = _most(job, weights.info)
+        reserve = self._deps.open_work.budgets.reserve
+        return job, partial(reserve, user.user_id, user.key_id, _run_of(session), counts)
 
     def _check_room(self, user_id: str) -> None:
         """Refuse a sample when too many wait, in all or of this user.
@@ -143,13 +165,18 @@ class SampleQueue:
         )
 
     def _start(
-        self, promise: Promise, user: User, session: SamplingSession, job: SampleJob
+        self,
+        promise: Promise,
+        user: User,
+        session: SamplingSession,
+        job: SampleJob,
+        reservation: Reservation,
     ) -> None:
         # On disk first: where there is no room for its line, nothing was promised.
         self._finished_logs.promised(promise)
         self._deps.promises.add(promise)
         promise.on_settle, promise.on_drop = self._settled, self._dropped
-        task = self._launch(promise, user, session, job, None)
+        task = self._launch(promise, user, session, job, reservation, None)
         promise.cancel = task.cancel  # type: ignore[assignment]
 
     def _settled(self, promise: Promise) -> None:
@@ -170,7 +197,10 @@ class SampleQueue:
         user: User,
         session: SamplingSession,
         job: SampleJob,
+        reservation: Reservation,
         on_event: Callable[[Event], None] | None,
+        *,
+        is_stream: bool = False,
     ) -> asyncio.Task[None]:
         run = SampleRun(
             promise=promise,
@@ -178,6 +208,8 @@ class SampleQueue:
             job=job,
             on_event=on_event,
             key_id=user.key_id,
+            is_stream=is_stream,
+            reservation=reservation,
             deps=self._deps,
         )
         promise.reason = run.reason
@@ -193,6 +225,7 @@ class SampleQueue:
     def _ended(self, task: asyncio.Task[None]) -> None:
         run = self._runs.pop(task)
         self._deps.open_work.end(run.user_id)
+        self._deps.open_work.budgets.release(run.reservation)
         self._deps.sampling_sessions.end_sample(run.session)
         take_from(self._num_open, run.user_id)
 
@@ -212,6 +245,9 @@ class SampleQueue:
             logger.exception("sample %s failed", run.promise.request_id)
             return Outcome(error=f"The server failed: {exc}", category="server")
         self._count(run, result)
+        if run.reservation.parts:  # a budget must know of it even if this process is killed now
+            await self._deps.store.call(self._deps.store.usage.flush)
+        self._deps.timelines.add(run.user_id, _spans(run, result))
         self._keep_rollout(run, result)
         return Outcome(kind="sample", payload=encode.sample_payload(result))
 
@@ -223,14 +259,33 @@ class SampleQueue:
             "sampling_sample": result.num_sampled_tokens,
             "device_seconds": result.device_seconds,
         }
+        run_id, base_model = _run_of(session), session.base_model
         self._deps.store.usage.add_kinds(
             {kind: count for kind, count in counts.items() if count},
             user_id=run.user_id,
             session_id=session.session_id,
-            model_id=_run_of(session),
-            base_model=session.base_model,
+            model_id=run_id,
+            base_model=base_model,
             key_id=run.key_id,
         )
+        budgets = self._deps.open_work.budgets
+        budgets.count(run.user_id, run.key_id, run_id, base_model, counts)
+        self._note_rates(base_model, result)
+        # Before the result is told: the next request of its client must find the room.
+        budgets.release(run.reservation)
+
+    def _note_rates(self, base_model: str, result: SampleResult) -> None:
+        """Note how long a prompt and its answers took: their shares of the passes they were in."""
+        base_model = self._deps.catalog.engine_name(base_model)
+        computed = result.num_prompt_tokens - result.prompt_cache_hit_tokens
+        spans = {name: ended_at - began_at for name, began_at, ended_at, _ in result.turns}
+        whole = sum(spans.values()) or 1.0
+        for work, span, amount in (
+            (PREFILL, "prefill", computed),
+            (SAMPLE, "decode", result.num_sampled_tokens),
+        ):
+            seconds = result.device_seconds * spans.get(span, 0.0) / whole
+            self._deps.rates.note(base_model, work, amount, seconds)
 
     def _keep_rollout(self, run: SampleRun, result: SampleResult) -> None:
         """Keep an answer that was sampled from the weights of a run, if its user agreed."""
@@ -272,10 +327,53 @@ class SampleQueue:
             task.cancel()
         return len(ended)
 
+    async def end_revoked(self) -> None:
+        """End what is told to callers whose key was revoked, or whose user was disabled, since."""
+        streams = [(task, run) for task, run in self._runs.items() if run.is_stream]
+        for key_id, user_id in {(run.key_id, run.user_id) for _, run in streams}:
+            if await self._deps.auth.may_act(key_id, user_id):
+                continue
+            outcome = Outcome(error="The key of this request was revoked.", category="user")
+            for task, run in streams:
+                if (run.key_id, run.user_id) == (key_id, user_id) and not task.done():
+                    run.promise.settle(outcome)
+                    task.cancel()
+
     async def close(self) -> None:
         for task in list(self._runs):
             task.cancel()
         await asyncio.gather(*self._runs, return_exceptions=True)
+
+
+def _most(job: SampleJob, info: ModelInfo | None) -> dict[str, float]:
+    """The most tokens that a sample can use, by `MODEL kind`."""
+    num_prompt, max_tokens = len(job.prompt), job.max_tokens
+    if max_tokens is None:  # as many as the context takes
+        max_tokens = max(0, info.max_context_length - num_prompt) if info is not None else 0
+    return {
+        f"{job.base_model} sampling_prefill": num_prompt,
+        f"{job.base_model} sampling_sample": job.num_samples * max_tokens,
+    }
+
+
+def _spans(run: SampleRun, result: SampleResult) -> list[TimelineSpan]:
+    """A sample on its user's timeline: its wait, itself, and its parts on the device."""
+    ids = run.session.session_id, _run_of(run.session) or ""
+    details: dict[str, str | int | float] = {
+        "request_id": run.promise.request_id,
+        "prompt_tokens": result.num_prompt_tokens,
+        "cached_tokens": result.prompt_cache_hit_tokens,
+        "sampled_tokens": result.num_sampled_tokens,
+        "samples": len(result.sequences),
+    }
+    return [
+        TimelineSpan(*ids, SAMPLES_WAIT, "sample", run.accepted_at, run.sent_at, details),
+        TimelineSpan(*ids, SAMPLES, "sample", run.sent_at, time.time(), details),
+        *(
+            TimelineSpan(*ids, SAMPLE_PARTS, part, began_at, ended_at, {"tokens or steps": size})
+            for part, began_at, ended_at, size in result.turns
+        ),
+    ]
 
 
 def _run_of(session: SamplingSession) -> str | None:

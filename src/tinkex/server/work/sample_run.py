@@ -7,19 +7,21 @@ not done. Who promised it, and what becomes of its result, is `samples`.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tinkex.engine.jobs import Event, Progress, SampleJob, SampleResult
 from tinkex.errors import EngineError, WorkerLostError
+from tinkex.server.fairness.gate import FairGate
+from tinkex.server.fairness.pauses import Pauses
+from tinkex.server.guard.budgets import Reservation
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.futures import Promise, is_loading
+from tinkex.server.work.suspicion import Suspicion
 from tinkex.store import SamplingSession
 
 logger = logging.getLogger(__name__)
-MAX_ATTEMPTS = 5
-MAX_MEMORY_DEATHS = 2
-"""A sample whose worker died for lack of memory while it ran alone is run once more."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -29,11 +31,15 @@ class SampleRun:
     job: SampleJob
     on_event: Callable[[Event], None] | None
     key_id: int | None
+    is_stream: bool
+    """Its caller stays connected, and is told while it runs."""
+    reservation: Reservation
     deps: Dependencies
-    attempts: int = 0
-    memory_deaths: int = 0
+    suspicion: Suspicion = field(default_factory=Suspicion)
     num_sent: int = 0
     sent: bool = False
+    accepted_at: float = field(default_factory=time.time)
+    sent_at: float = 0.0
     progress: str = ""
 
     @property
@@ -44,27 +50,33 @@ class SampleRun:
         cost = len(self.job.prompt) + self.job.num_samples * (self.job.max_tokens or 256)
         while True:
             try:
-                async with self.deps.open_work.slot(self.user_id):
-                    async with self.deps.workers.sampling.slot(self.user_id, cost):
-                        return await self._attempt()
+                await self.deps.open_work.budgets.wait(self.reservation)
+                async with (
+                    self.deps.open_work.slot(self.user_id),
+                    self._line.slot(self.user_id, cost),
+                ):
+                    return await self._attempt()
             except EngineError as exc:
                 if exc.is_to_blame:
-                    self.deps.open_work.pauses.blame(self.user_id)
+                    cause = exc.cause if isinstance(exc, WorkerLostError) else "stuck"
+                    request_id = self.promise.request_id
+                    self._pauses.blame(self.user_id, cause=cause, request_id=request_id)
                 if not isinstance(exc, WorkerLostError):
                     raise
-                self.attempts += not exc.is_blameless
+                self.suspicion.attempts += not exc.is_blameless
                 self.sent, self.progress = False, ""
-                self.memory_deaths += exc.cause == "memory" and exc.was_alone
-                if self.memory_deaths >= MAX_MEMORY_DEATHS:
-                    raise EngineError(
-                        f"The worker ran out of memory {self.memory_deaths} times while it ran "
-                        "this sample, and the kernel ended it; it was given up. Ask for fewer "
-                        "samples or tokens at a time."
-                    ) from exc
-                if self.attempts >= MAX_ATTEMPTS:
-                    raise EngineError(
-                        f"The worker died {self.attempts} times while it ran this sample."
-                    ) from exc
+                if self.suspicion.note(exc) or self.suspicion.is_hopeless:
+                    advice = "Ask for fewer samples or tokens at a time."
+                    raise EngineError(self.suspicion.why_given_up("sample", advice)) from exc
+
+    @property
+    def _line(self) -> FairGate:
+        workers = self.deps.workers
+        return workers.trials if self.suspicion.on_trial else workers.sampling
+
+    @property
+    def _pauses(self) -> Pauses:
+        return self.deps.open_work.pauses
 
     async def _attempt(self) -> SampleResult:
         await self.deps.workers.pool.wait_ready()
@@ -72,8 +84,8 @@ class SampleRun:
         self.num_sent += 1
         if self.num_sent > 1:  # a job has a new name each time it is sent
             name = f"{self.promise.request_id}#{self.num_sent}"
-            self.job = replace(self.job, job_id=name)
-        self.sent = True
+            self.job = replace(self.job, job_id=name, alone=self.suspicion.on_trial)
+        self.sent, self.sent_at = True, time.time()
         result = await self.deps.workers.pool.post(self.job, self._note)
         assert isinstance(result, SampleResult)
         return result
@@ -83,7 +95,7 @@ class SampleRun:
             return "the worker is starting"
         if self.sent:
             return self.progress or "sampling"
-        if pause := self.deps.open_work.pauses.reason(self.user_id):
+        if pause := self._pauses.reason(self.user_id) or self.reservation.reason:
             return pause
         num_ahead = self.deps.workers.sampling.ahead_of(self.user_id)
         return f"about {num_ahead} samples ahead" if num_ahead else "next in line"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from tinkex.engine.jobs import ModelInfo
@@ -19,7 +21,7 @@ from tinkex.server.files.checkpoints import Shelf, parse_path
 from tinkex.server.process.problems import ApiError
 from tinkex.server.runs.live_sessions import LiveSessions
 from tinkex.server.work.origins import Origins
-from tinkex.server.workers.catalog import Catalog
+from tinkex.server.workers.catalog import Catalog, split_context
 from tinkex.store import Checkpoint, SamplingSession, Store, User
 from tinkex.types import SampleRequest
 
@@ -55,7 +57,8 @@ class SamplingSessions:
         self._cached: OrderedDict[str, SamplingSession] = OrderedDict()
         self._used_at: OrderedDict[str, float] = OrderedDict()  # of unnamed weights
         self._checked_at: dict[str, float] = {}  # when a session's right to read was looked at
-        self._num_samples: Counter[str] = Counter()  # of each session, waiting or running
+        self._num_samples: Counter[str] = Counter()  # of each folder, waiting or running
+        self._inflight: OrderedDict[str, SamplingSession] = OrderedDict()  # the newest, by run
 
     # ------------------------------------------------------------------------ opening
 
@@ -69,6 +72,18 @@ class SamplingSessions:
             raise InvalidInputError("one of base_model and model_path is needed", path="base_model")
         self._catalog.resolve(session.base_model)
         return await self._store.call(self._store.sampling.create, session)
+
+    async def unlisted(
+        self, user: User, name: str, *, base_model: str | None = None, path: str | None = None
+    ) -> SamplingSession:
+        """A session of work inside the server, of weights that `user` may read now.
+
+        Raises:
+            ApiError: There is no such checkpoint, or none that the user may read.
+        """
+        session = await self._new(user, name, "", 0, base_model, path)
+        assert session is not None
+        return session
 
     async def of_request(self, user: User, request: SampleRequest) -> SamplingSession:
         """The session that a request names, or one for this request alone."""
@@ -98,9 +113,13 @@ class SamplingSessions:
         folder = None
         if path is not None:
             checkpoint = await self._readable(user, path, base_model)
-            base_model, folder = checkpoint.base_model, checkpoint.folder
+            folder = checkpoint.folder
+            # A name with a length of context says more than that of the checkpoint.
+            if base_model is None or split_context(base_model)[1] is None:
+                base_model = checkpoint.base_model
         if base_model is None:
             return None
+        await self._catalog.check_context(base_model)
         return SamplingSession(
             sampling_session_id=name,
             session_id=session_id,
@@ -114,17 +133,21 @@ class SamplingSessions:
         )
 
     async def _readable(self, user: User, path: str, base_model: str | None) -> Checkpoint:
-        if parse_path(path).kind == "external_weights":
-            raise InvalidInputError(
-                f"{path} is an export; sample from weights/ or sampler_weights/", path="model_path"
-            )
         checkpoint, resolve = await self._shelf.readable(path, user), self._catalog.resolve
+        await self._shelf.check_plain(checkpoint, path="model_path")
         if base_model is not None and resolve(base_model) != resolve(checkpoint.base_model):
             raise InvalidInputError(
                 f"{path} was trained on {checkpoint.base_model!r}, not on {base_model!r}",
                 path="base_model",
             )
         return checkpoint
+
+    def forget_runs(self, run_ids: Sequence[str]) -> None:
+        """Look at the stored sessions of runs again: their unnamed weights are gone."""
+        for name in [n for n, one in self._cached.items() if one.model_id in run_ids]:
+            del self._cached[name]
+        for run_id in run_ids:
+            self._inflight.pop(run_id, None)
 
     async def get(self, user: User, sampling_session_id: str) -> SamplingSession:
         """A session of the caller's own, whose weights they may still read.
@@ -136,19 +159,41 @@ class SamplingSessions:
         session = self._cached.get(sampling_session_id) or await self._stored(sampling_session_id)
         if session is None or session.user_id != user.user_id:
             raise ApiError(404, f"No sampling session {sampling_session_id!r} of yours.")
+        if session.inflight:
+            session = await self._newest(session)
         if session.ephemeral and session.folder is None:
             raise ApiError(
                 410,
                 f"The unnamed weights of {sampling_session_id!r} are gone: its session ended, or "
-                f"{self._max_unnamed} others of its run were used since. To keep weights, save "
-                "them under a name: save_weights_for_sampler(name).",
+                f"{self._max_unnamed} others of its run were used since (fewer where the disk "
+                "quota is full). To keep weights, save them under a name: "
+                "save_weights_for_sampler(name).",
             )
-        if session.ephemeral:
+        if session.ephemeral and not session.inflight:  # whose own weights nobody uses
             self._used_at[sampling_session_id] = time.time()
             if len(self._used_at) > MAX_CACHED_SESSIONS:
                 self._used_at.popitem(last=False)
         await self._check_access(session)
         return session
+
+    def follow(self, saved: SamplingSession) -> None:
+        """Let the other inflight sessions of the run sample from the weights of `saved`."""
+        if saved.inflight and saved.model_id is not None:
+            self._inflight[saved.model_id] = saved
+            if len(self._inflight) > MAX_CACHED_SESSIONS:
+                self._inflight.popitem(last=False)
+
+    async def _newest(self, session: SamplingSession) -> SamplingSession:
+        """The session over the newest inflight weights of its run, which stay in use by that."""
+        assert session.model_id is not None
+        newest = self._inflight.get(session.model_id)
+        if newest is None:
+            newest = await self._store.call(self._store.sampling.newest_inflight, session.model_id)
+            if newest is None:
+                return session
+            self.follow(newest)
+        self._used_at[newest.sampling_session_id] = time.time()
+        return replace(session, folder=newest.folder)
 
     async def _stored(self, sampling_session_id: str) -> SamplingSession | None:
         session = await self._store.call(self._store.sampling.get, sampling_session_id)
@@ -207,22 +252,33 @@ class SamplingSessions:
 
     def begin_sample(self, session: SamplingSession) -> None:
         """A sample waits or runs: the session's weights stay until `end_sample`."""
-        self._num_samples[session.sampling_session_id] += 1
+        if session.folder is not None:
+            self._num_samples[session.folder] += 1
 
     def end_sample(self, session: SamplingSession) -> None:
-        take_from(self._num_samples, session.sampling_session_id)
+        if session.folder is not None:
+            take_from(self._num_samples, session.folder)
 
-    async def drop_superseded(self, run_id: str) -> None:
+    async def last_unnamed_bytes(self, run_id: str) -> int:
+        """The size of the newest unnamed weights of a run; 0 when it has none."""
+        sessions = await self._store.call(self._store.sampling.unnamed_of, run_id)
+        return sessions[-1].size_bytes if sessions else 0
+
+    async def drop_superseded(self, run_id: str, keep: int | None = None) -> None:
         """Let the unnamed weights of a run go that were not used for longest, beyond its share.
 
         A loop that samples from each step's weights would otherwise fill the disk; the weights it
-        goes on using, such as those it began with, stay.
+        goes on using, such as those it began with, stay. `keep`: fewer, for a user without room.
         """
+        most = self._max_unnamed if keep is None else keep
         sessions = await self._store.call(self._store.sampling.unnamed_of, run_id)
-        num_many = len(sessions) - self._max_unnamed
-        if not self._max_unnamed or num_many <= 0:
+        num_many = len(sessions) - most
+        if not most or num_many <= 0:
             return
-        needed = {*self._num_samples, sessions[-1].sampling_session_id}  # the last was just made
+        needed = {s.sampling_session_id for s in sessions if s.folder in self._num_samples}
+        needed.add(sessions[-1].sampling_session_id)  # the last was just made
+        # Older ones must not take the place of the newest for those who follow the run.
+        needed.update([s.sampling_session_id for s in sessions if s.inflight][-1:])
         names = {session.sampling_session_id: session.created_at for session in sessions}
         order = sorted(names, key=lambda name: max(names[name], self._used_at.get(name, 0.0)))
         for name in [name for name in order if name not in needed][:num_many]:

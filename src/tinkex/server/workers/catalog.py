@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
+from dataclasses import replace
 
 from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.engine.jobs import DescribeModelJob, ModelInfo
@@ -20,6 +22,13 @@ from tinkex.server.workers.worker import Worker, run
 
 logger = logging.getLogger(__name__)
 QUICK_S = 5.0
+_WITH_CONTEXT = re.compile(r"(.+):peft:(\d{1,12})", re.DOTALL)
+
+
+def split_context(name: str) -> tuple[str, int | None]:
+    """A name of the hosted service, `BASE:peft:TOKENS`, as base model and length of context."""
+    found = _WITH_CONTEXT.fullmatch(name)
+    return (found[1], int(found[2])) if found else (name, None)
 
 
 class Catalog:
@@ -46,6 +55,7 @@ class Catalog:
         Raises:
             InvalidInputError: It is not served here; the message lists what is.
         """
+        name = self._without_context(name)
         if name in self._aliases:
             return self._aliases[name]
         if name in self._names or name in self._aliases.values() or self._takes_any:
@@ -56,9 +66,45 @@ class Catalog:
             path=path,
         )
 
+    def engine_name(self, name: str) -> str:
+        """The same of a name that may be served no more, which then stays as it is."""
+        name = self._without_context(name)
+        return self._aliases.get(name, name)
+
+    def _without_context(self, name: str) -> str:
+        is_known = name in self._aliases or name in self._names
+        return name if is_known else split_context(name)[0]
+
+    async def check_context(self, name: str, *, path: str = "base_model") -> None:
+        """Refuse a name that asks for a longer context than its model has.
+
+        Raises:
+            InvalidInputError: It does, with the length that there is; or it is not served here.
+        """
+        length = self._context_of(name)
+        info = None if length is None else await self._info(self.resolve(name), QUICK_S)
+        if length is not None and not 0 < length <= (info.max_context_length if info else length):
+            most = f" of {info.max_context_length} tokens" if info else ""
+            raise InvalidInputError(
+                f"{name[:200]!r} asks for a context of {length} tokens; {self.resolve(name)!r} has "
+                f"one{most}. Leave out `:peft:{length}`, or ask for as much as there is.",
+                path=path,
+            )
+
+    def _context_of(self, name: str) -> int | None:
+        return split_context(name)[1] if self._without_context(name) != name else None
+
     async def info(self, name: str, *, timeout_s: float = QUICK_S) -> ModelInfo | None:
-        """Facts about a base model; None when the engine did not say in time."""
-        model = self.resolve(name)
+        """Facts about a base model; None when the engine did not say in time.
+
+        The context is no longer than a name with a length asks for.
+        """
+        info, length = await self._info(self.resolve(name), timeout_s), self._context_of(name)
+        if info is None or length is None or length >= info.max_context_length:
+            return info
+        return replace(info, max_context_length=length)
+
+    async def _info(self, model: str, timeout_s: float) -> ModelInfo | None:
         task = self._asking.get(model)
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = self._asking[model] = asyncio.create_task(self._ask(model))

@@ -7,11 +7,14 @@ that grew in the last seconds is the evidence. Processes of the server share its
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
+
+from tinkex.engine.control_group import memory_groups
 
 Cause = Literal["", "memory", "crash", "stuck"]
 """Empty: nothing is known, or somebody ended it. `stuck`: we did, for one of several jobs."""
@@ -43,28 +46,19 @@ class KernelKills:
 
 def count_files(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> list[Path]:
     """The file that counts for our control group (v2 or v1), or else for the machine."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if "memory" in controllers.split(","):
-            folders, name = (groups / "memory" / path.lstrip("/"), groups / "memory"), "oom_control"
-        elif not controllers:
-            folders, name = (groups / path.lstrip("/"), groups), "events"
-        else:
-            continue
-        for folder in folders:  # inside a container the path may be the host's
-            if _has_count(file := folder / f"memory.{name}"):
-                return [file]
+    for version, folder in memory_groups(proc, groups):
+        file = folder / ("memory.events" if version == 2 else "memory.oom_control")
+        if _has_count(file):
+            return [file]
     return [proc / "vmstat"]
 
 
 def cause_of(returncode: int | None, *, is_ours: bool, kills: KernelKills) -> Cause:
     """Why a process ended. `is_ours`: the server itself killed it."""
-    if returncode is None or returncode >= 0 or is_ours:
+    if returncode is None or is_ours:
         return ""
+    if returncode >= 0:  # an error that nobody caught; a group whose rank was lost says so
+        return "crash" if returncode not in (0, os.EX_TEMPFAIL) else ""
     if -returncode == signal.SIGKILL:
         return "memory" if kills.has_grown() else ""
     return "crash" if -returncode in CRASHES else ""

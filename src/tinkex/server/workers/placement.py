@@ -230,6 +230,8 @@ class Placement:
             for shard in shards
         }
         alone = split(costs, [0.0], dict.fromkeys(pins, 0) if exact else None)
+        if job.alone and not (exact and any(pins.values())):
+            return alone  # one on trial takes one member with it, not several
         helpers = self._shared.with_model(self.base_model)
         if len(self.leases) == 1 and not helpers:
             return alone

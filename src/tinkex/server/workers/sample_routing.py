@@ -50,6 +50,8 @@ class Router:
         self, job: SampleJob, ready: Sequence[Worker], on_event: OnEvent | None
     ) -> asyncio.Future[Result]:
         """Send a sample to the best of the members, in parts to several of them."""
+        if job.alone:  # one on trial takes one member with it, not several
+            ready = [min(ready, key=self.backlog.of)]
         if len(ready) == 1:
             return self._send(job, ready[0], on_event)
         keys = list(_keys(job))
@@ -187,4 +189,5 @@ def _joined(results: Sequence[Result]) -> SampleResult:
         sequences=tuple(sequence for part in parts for sequence in part.sequences),
         num_sampled_tokens=sum(part.num_sampled_tokens for part in parts),
         device_seconds=sum(part.device_seconds for part in parts),
+        turns=tuple(turn for part in parts for turn in part.turns),
     )

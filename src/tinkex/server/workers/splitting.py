@@ -89,6 +89,7 @@ def joined(parts: Sequence[JobPart], results: Sequence[TrainResult]) -> TrainRes
         metrics=tally.metrics(),
         num_tokens=sum(result.num_tokens for result in results),
         tally=tally,
+        turns=tuple(turn for result in results for turn in result.turns),
     )
 
 

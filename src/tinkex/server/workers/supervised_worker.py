@@ -3,9 +3,10 @@
 Jobs go out, events come back. When the engine is gone every job it held fails with
 `WorkerLostError` and a new engine is started at once; `generation` counts them. When it hangs, the
 watchdog says which job is to blame: that one fails for good, the others are lost with the engine
-and run again. Of several that shared a pass none is to blame yet: each runs again alone. This
-module does not know what an adapter is and restores nothing; how an engine is started, reached and
-ended is for the classes below to say.
+and run again. Of several that shared a pass none is to blame yet: each is on trial, that is, it
+runs again in passes of its own, and what happens in one of them is its fault. A job that only
+waited for its turn is never to blame. This module does not know what an adapter is and restores
+nothing; how an engine is started, reached and ended is for the classes below to say.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from tinkex.engine.heartbeat import KINDS, Activity
 from tinkex.engine.hosting import Cancel, Ready, Refused
-from tinkex.engine.jobs import Done, Event, Failed, Job, Result
+from tinkex.engine.jobs import Done, Event, Failed, Job, Result, SampleJob, TrainJob
 from tinkex.errors import EngineError, InvalidInputError, WorkerLostError, WrongBaseError
 from tinkex.server.workers.deaths import Cause
 from tinkex.server.workers.utilisation import Utilisation
@@ -45,6 +46,7 @@ class SupervisedWorker(ABC):
         """Why the engine cannot run with its settings at all; empty while it can."""
         self._start_timeout_s = start_timeout_s
         self._pending: dict[str, tuple[asyncio.Future[Result], OnEvent | None]] = {}
+        self._on_trial: set[str] = set()
         self._outbox: list[Job | Cancel] = []
         self._ready = asyncio.Event()
         self._closing = False
@@ -124,6 +126,8 @@ class SupervisedWorker(ABC):
             future.set_exception(WorkerLostError(f"{self.name} is starting"))
             return future
         self._pending[job.job_id] = (future, on_event)
+        if isinstance(job, TrainJob | SampleJob) and job.alone:
+            self._on_trial.add(job.job_id)
         self._watchdog.posted(job)
         future.add_done_callback(lambda done: self._forget(job.job_id, done))
         self._outbox.append(job)
@@ -137,6 +141,7 @@ class SupervisedWorker(ABC):
 
     def _forget(self, job_id: str, future: asyncio.Future[Result]) -> None:
         self._watchdog.ended(job_id)
+        self._on_trial.discard(job_id)
         if self._pending.pop(job_id, None) is not None and future.cancelled():
             self.cancel(job_id)
 
@@ -219,12 +224,12 @@ class SupervisedWorker(ABC):
         if watch.cancelled() or self._closing:
             return
         trouble = watch.result()
-        suspects = self._watchdog.suspects
+        suspects = self._suspects(self._watchdog.suspects or self._watchdog.sampling)
         logger.error(
             "%s is stuck: %s; starting it again. At work: %s", self.name, trouble, suspects
         )
         if len(suspects) > 1:
-            self._fail_pending(lambda job: job not in suspects, cause="stuck", working=suspects)
+            self._fail_pending(cause="stuck", working=suspects)
         for job_id in suspects:
             future, _ = self._pending.get(job_id, (None, None))
             if future is not None and not future.done():
@@ -242,9 +247,17 @@ class SupervisedWorker(ABC):
     # ------------------------------------------------------------------------ jobs
 
     def _working(self) -> list[str]:
-        """The jobs that the engine worked on when it last said so, or else all that it had."""
-        at_work = [job_id for job_id in self._look().job_ids if job_id in self._pending]
-        return at_work or list(self._pending)
+        """The jobs one of which may have ended the engine, by what it last said of its work."""
+        activity = self._look()
+        at_work = [job_id for job_id in activity.job_ids if job_id in self._pending]
+        if not at_work and activity.is_busy:
+            at_work = [job_id for job_id in self._watchdog.samples if job_id in self._pending]
+        return self._suspects(at_work or list(self._pending))
+
+    def _suspects(self, at_work: Sequence[str]) -> list[str]:
+        """The job on trial whose turn it was, or else all that the engine worked on."""
+        # The first is the one that has its turn; the others wait in the middle of theirs.
+        return list(at_work[:1] if at_work[:1] and at_work[0] in self._on_trial else at_work)
 
     def _fail_pending(
         self,
@@ -256,7 +269,8 @@ class SupervisedWorker(ABC):
         for job_id, (future, _) in list(self._pending.items()):
             if not future.done():
                 lost = WorkerLostError(f"{self.name} died while the job ran")
-                lost.is_blameless = is_blameless(job_id)
+                waited = job_id not in working if working else is_blameless(job_id)
+                lost.is_blameless = waited
                 lost.cause = cause if job_id in working else ""
                 lost.was_alone = [job_id] == list(working)
                 lost.is_to_blame = bool(lost.cause) and lost.was_alone

@@ -84,6 +84,17 @@ class Watchdog:
         return [job_id for job_id in self._activity.job_ids if job_id in self._num_tokens]
 
     @property
+    def samples(self) -> list[str]:
+        """The samples that the engine has, running or not."""
+        return [job_id for job_id in self._num_tokens if job_id in self._samples]
+
+    @property
+    def sampling(self) -> list[str]:
+        """The samples that may share the step in which the engine hangs; none when it trains."""
+        is_shared = self._activity.is_busy and not self._activity.job_ids
+        return self.samples if is_shared and not self._is_frozen else []
+
+    @property
     def _is_frozen(self) -> bool:
         """Whether the process has not run for the better part of the time without progress."""
         now = self._clock()

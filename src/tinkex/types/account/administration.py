@@ -29,6 +29,9 @@ class AdminUser(Response):
     name: str
     created_at: datetime
     disabled_at: datetime | None = None
+    paused_until: datetime | None = None
+    """When work runs again of a user whose jobs ended workers; None: it is not paused."""
+    pause_reason: str = ""
     is_admin: bool
     num_keys: int
     num_sessions: int
@@ -159,6 +162,16 @@ class StopWorkRequest(Request):
 class StopWorkResponse(Response):
     num_ended: int
     """Requests that were queued or running."""
+
+
+class DeleteRunResponse(Response):
+    """A run that is gone for good; what it used stays billed."""
+
+    run_ids: list[str]
+    """Its segments, where it was resumed."""
+    num_checkpoints: int
+    freed_bytes: int
+    """Of its checkpoints."""
 
 
 class SetQuotasRequest(Request):

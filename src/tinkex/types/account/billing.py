@@ -58,6 +58,8 @@ class StorageBillingEvent(Response):
 
     type: Literal["storage"] = "storage"
     gigabyte_hours: float
+    free: bool = False
+    """Whether it costs nothing; a server of before SDK 0.38 does not say."""
 
 
 BillingEventInfo: TypeAlias = Annotated[

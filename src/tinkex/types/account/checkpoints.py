@@ -85,6 +85,8 @@ class Checkpoint(Response):
     public: bool = False
     user_metadata: Texts | None = None
     expires_at: datetime | None = None
+    base_model: str | None = None
+    """Told since SDK 0.39."""
 
 
 class ParsedCheckpointTinkerPath(Response):
@@ -151,6 +153,21 @@ class RunWorker(Response):
     """Adapters in training, with gradients and optimizer state."""
 
 
+class RunReference(Response):
+    """A moment of a run: after so many steps, as the program that trains it counts them."""
+
+    run_id: str
+    step: int
+
+
+class RunSegment(Response):
+    """A part of a run that was resumed: the model that trained it, from a step on."""
+
+    run_id: str
+    step: int
+    time: datetime
+
+
 class TrainingRun(Response):
     """A model that was or is being trained. `corrupted` means that it can no longer be used."""
 
@@ -165,19 +182,37 @@ class TrainingRun(Response):
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: Texts | None = None
     name: str | None = None
-    """What its session is called. This and what follows only Tinkex servers say."""
+    """Given to it, or to its session. This and what follows only Tinkex servers say."""
+    note: str | None = None
+    tags: list[str] | None = None
+    """Given to it, or to its session."""
+    project_id: str | None = None
+    made_from: str | None = None
+    """The path of the checkpoint that it began as."""
+    continues: RunReference | None = None
+    """Where it goes on from, when it is a later segment of a run that was resumed."""
+    continued_by: str | None = None
+    """The id of the segment that goes on from this one, the last where there are several."""
     state: str | None = None
-    """`running`, `idle`, `finished` or `lost`."""
+    """`running`, `waiting`, `idle`, `finished`, `stopped`, `failed` or `lost`."""
     num_steps: int | None = None
+    """Steps as its recipe counts them; of a program of one's own, optimizer steps."""
     loss: float | None = None
     """Of the last step, a token."""
     reward: float | None = None
     """The last value that the program logged under this name; for RL it says more than the loss."""
+    kl: float | None = None
+    """The same; for distillation it says more than the loss."""
     step_seconds: Metrics | None = None
     """Where the time of a step went, on average over the last 32: `compute`, `wait`, `reduce`
     (adding the gradients of several workers) and `transfer` (bringing them together)."""
     workers: Listing[RunWorker] | None = None
-    """Those that have it in memory. This and `step_seconds` are said of one run, not in lists."""
+    """Those that have it in memory."""
+    settings: dict[str, Any] | None = None
+    """What its program was started with, as it says with `log_settings`."""
+    segments: Listing[RunSegment] | None = None
+    """Of a run that was resumed, the first one first. This, `settings`, `workers` and
+    `step_seconds` are said of one run, not in lists."""
 
 
 class TrainingRunsResponse(Response):

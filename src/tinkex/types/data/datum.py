@@ -16,6 +16,8 @@ from tinkex.types.data.provenance import (
     ProvenanceSpans,
     check_tiling,
     checked_spans,
+    span_from_dict,
+    span_to_dict,
 )
 from tinkex.types.data.tensor_data import TensorData, TensorDtype, from_list
 from tinkex.types.fields.value import Value, nest
@@ -97,7 +99,12 @@ class Datum(Value):
             raise InvalidInputError("expected an object", path="loss_fn_inputs")
         if not isinstance(value.get("model_input"), dict):
             raise InvalidInputError("expected an object", path="model_input")
-        return cls(value["model_input"], inputs)
+        return cls(
+            value["model_input"],
+            inputs,
+            _spans(value.get("model_input_spans")),
+            _spans(value.get("loss_fn_input_spans")),
+        )
 
     @classmethod
     def _schema(cls) -> dict[str, Any]:
@@ -111,7 +118,20 @@ class Datum(Value):
 
     def to_dict(self) -> dict[str, Any]:
         inputs = {name: tensor.to_dict() for name, tensor in self.loss_fn_inputs.items()}
-        return {"loss_fn_inputs": inputs, "model_input": self.model_input.to_dict()}
+        plain: dict[str, Any] = {
+            "loss_fn_inputs": inputs,
+            "model_input": self.model_input.to_dict(),
+        }
+        for name in ("model_input_spans", "loss_fn_input_spans"):
+            if (spans := getattr(self, name)) is not None:
+                plain[name] = [span_to_dict(span) for span in spans]
+        return plain
+
+
+def _spans(value: Any) -> ProvenanceSpans | None:
+    if value is None:
+        return None
+    return [span_from_dict(item) if isinstance(item, dict) else item for item in value]
 
 
 def _model_input(value: object) -> ModelInput:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tinkex.errors import InvalidInputError
+from tinkex.types.fields.plain import PlainRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Span:
+class _Span(PlainRecord):
     sequence_id: str
     offset: int = 0
     length: int
@@ -38,6 +39,25 @@ class SampledProvenanceSpan(_Span):
 
 ProvenanceSpan: TypeAlias = PromptProvenanceSpan | SampledProvenanceSpan
 ProvenanceSpans: TypeAlias = list[ProvenanceSpan]
+
+
+_KINDS: dict[str, type[ProvenanceSpan]] = {
+    "prompt_tokens": PromptProvenanceSpan,
+    "sampled_tokens": SampledProvenanceSpan,
+}
+
+
+def span_to_dict(span: ProvenanceSpan) -> dict[str, Any]:
+    """A span under the name of its kind, as protobuf has it."""
+    return {name: span.to_dict() for name, kind in _KINDS.items() if type(span) is kind}
+
+
+def span_from_dict(value: dict[str, Any]) -> ProvenanceSpan:
+    """The span that `span_to_dict` wrote."""
+    for name, kind in _KINDS.items():
+        if name in value:
+            return kind.from_dict(value[name])
+    raise InvalidInputError(f"expected one of {', '.join(_KINDS)}, got {', '.join(value)}")
 
 
 def checked_spans(spans: Sequence[ProvenanceSpan], *, path: str) -> ProvenanceSpans:

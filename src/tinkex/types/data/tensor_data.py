@@ -249,10 +249,12 @@ class TensorData(_Fields, Value):
         def numbers(kind: str, most: int = MAX_CELLS) -> dict[str, Any]:
             return {"type": "array", "items": {"type": kind}, "maxItems": most}
 
+        shape = numbers("integer", 32) | {"x-becomes": "memory_bytes"}  # where it is sparse
+
         properties = {
             "data": numbers("number"),
             "dtype": {"enum": [str(dtype) for dtype in TensorDtype]},
-            "shape": {"anyOf": [numbers("integer", 32), {"type": "null"}]},
+            "shape": {"anyOf": [shape, {"type": "null"}]},
             "sparse_crow_indices": {"anyOf": [numbers("integer"), {"type": "null"}]},
             "sparse_col_indices": {"anyOf": [numbers("integer"), {"type": "null"}]},
         }

@@ -7,16 +7,21 @@ body ends at them. Text is what every database stores: no NUL, no lone surrogate
 
 from __future__ import annotations
 
+import json
 from math import isfinite
 from typing import Annotated, Any, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, WithJsonSchema
 
+from tinkex.contract.bounds import Between
+from tinkex.contract.cost import NOTHING
 from tinkex.types.fields.message import FirstErrorOnly, all_texts
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 MAX_ID, MAX_NAME, MAX_TEXT = 512, 1024, 65_536
 MAX_DEPTH, MAX_PARTS, MAX_CHARACTERS = 32, 20_000, 1_000_000
+MAX_LISTED = 16_384
+"""Characters of what a user says of a thing, which every listing of such things repeats."""
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 366 * 24 * 3600
 """A checkpoint lives an hour to ten years, leap days included."""
 
@@ -38,13 +43,14 @@ Secret: TypeAlias = Annotated[str, text(16_384, 1)]
 Text: TypeAlias = Annotated[str, text(MAX_TEXT)]
 """A message, a reason, a traceback."""
 
-Count: TypeAlias = Annotated[int, Field(ge=0, le=INT32)]
-Number: TypeAlias = Annotated[int, Field(ge=0, le=INT64)]
+Count: TypeAlias = Annotated[int, Between(0, INT32, becomes=NOTHING)]
+"""A number by which something is told from others: a token, a place in a session."""
+Number: TypeAlias = Annotated[int, Between(0, INT64, becomes=NOTHING)]
 """A sequence number or a cursor: it fits the databases' int64."""
-SeqId: TypeAlias = Annotated[int, Field(ge=1, le=INT64)]
+SeqId: TypeAlias = Annotated[int, Between(1, INT64, becomes=NOTHING)]
 """The place of a training request in its model's stream, from 1."""
-Seed: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
-TtlSeconds: TypeAlias = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
+Seed: TypeAlias = Annotated[int, Between(-(2**63), 2**64 - 1, becomes=NOTHING)]
+TtlSeconds: TypeAlias = Annotated[int, Between(MIN_TTL_S, MAX_TTL_S, becomes=NOTHING)]
 
 
 def listing(max_length: int, min_length: int = 0) -> tuple[Any, ...]:
@@ -56,8 +62,25 @@ Ids: TypeAlias = Annotated[list[Id], *listing(50_000)]
 Names: TypeAlias = Annotated[list[Name], *listing(256)]
 
 
-Metadata: TypeAlias = Annotated[dict[Name, Text], Field(max_length=256), BeforeValidator(all_texts)]
+def listed(value: Any) -> Any:
+    """Refuse more than a page of a thousand such things can hold."""
+    # Objects that JSON does not know are refused where they are written, not here.
+    if (size := len(json.dumps(value, ensure_ascii=False, default=str))) > MAX_LISTED:
+        raise ValueError(
+            f"must have at most {MAX_LISTED} characters as JSON, since every listing repeats it; "
+            f"got {size}"
+        )
+    return value
+
+
+Metadata: TypeAlias = Annotated[
+    dict[Name, Text],
+    Field(max_length=256),
+    BeforeValidator(all_texts),
+    AfterValidator(listed),
+]
 """Text by name, as it is kept with a checkpoint or a session."""
+Tags: TypeAlias = Annotated[Names, AfterValidator(listed)]
 
 
 def plain(value: Any) -> Any:
@@ -88,6 +111,17 @@ def plain(value: Any) -> Any:
     return value
 
 
+def storable(value: Any) -> Any:
+    """Plain objects whose texts every database stores: a NUL or a lone surrogate becomes `?`."""
+    if isinstance(value, str):
+        return value.replace("\x00", "?").encode("utf-8", "replace").decode()
+    if isinstance(value, dict):
+        return {storable(key): storable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [storable(item) for item in value]
+    return value
+
+
 def _storable(text: str) -> int:
     if "\x00" in text:
         raise ValueError("must not contain NUL characters")
@@ -101,6 +135,8 @@ Plain: TypeAlias = Annotated[
     WithJsonSchema({"type": "object", "maxProperties": MAX_PARTS, **_JSON_SCHEMA}),
 ]
 """Whatever JSON a caller wants to keep, by name, within bounds."""
+PlainMetadata: TypeAlias = Annotated[Plain, AfterValidator(listed)]
+"""JSON by name, as it is kept with a run or a session."""
 PlainList: TypeAlias = Annotated[
     list[Any],
     AfterValidator(plain),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, TypeVar
 
 from pydantic import (
     AwareDatetime,
@@ -19,7 +19,7 @@ from pydantic import (
 
 from tinkex.errors import InvalidInputError
 from tinkex.types.fields.complaints import explain
-from tinkex.types.fields.value import set_field
+from tinkex.types.fields.value import set_field, short
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass as _InOurWords
@@ -29,12 +29,19 @@ else:
         """`SamplingParams(...)` complains as everything here does; `model_validate` as before."""
 
         def __call__(cls, *args, **kwargs):
+            if args:
+                first = next(iter(cls.model_fields), "")
+                raise TypeError(
+                    f"{cls.__name__} takes its fields by name: "
+                    f"{cls.__name__}({first}={short(args[0])})"
+                )
             try:
                 return super().__call__(*args, **kwargs)
             except ValidationError as exc:
                 raise explain(exc, kwargs, cls.__name__, list(cls.model_fields)) from exc
 
 
+M = TypeVar("M", bound=BaseModel)
 RequestT = TypeVar("RequestT", bound="Request")
 
 
@@ -44,6 +51,19 @@ class Request(BaseModel, metaclass=_InOurWords):
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
     )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message as plain Python objects, ready for `json.dumps`."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_dict(cls, value: Any) -> Self:
+        """The message that `to_dict` wrote.
+
+        Raises:
+            InvalidInputError: With the path of the first thing that is wrong.
+        """
+        return _read(cls, value)
 
     @classmethod
     def unchecked(cls, **fields: object) -> Self:
@@ -58,6 +78,11 @@ class Request(BaseModel, metaclass=_InOurWords):
         """A copy with some fields changed, which are not checked either."""
         given = self.__pydantic_fields_set__ | fields.keys()
         return _filled(type(self), {**self.__dict__, **fields}, given)
+
+    def refill(self, **fields: object) -> None:
+        """Change fields of a message that nobody else has seen, which are not checked either."""
+        self.__dict__.update(fields)
+        self.__pydantic_fields_set__.update(fields)
 
 
 def _filled(kind: type[RequestT], values: dict[str, object], given: set[str]) -> RequestT:
@@ -81,6 +106,28 @@ class Response(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="ignore", protected_namespaces=(), ser_json_inf_nan="strings"
     )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message as plain Python objects, ready for `json.dumps`."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def from_dict(cls, value: Any) -> Self:
+        """The message that `to_dict` wrote; unknown keys are left out.
+
+        Raises:
+            InvalidInputError: With the path of the first thing that is wrong.
+        """
+        return _read(cls, value)
+
+
+def _read(kind: type[M], value: Any) -> M:
+    if not isinstance(value, dict):
+        raise InvalidInputError(f"expected an object, got {type(value).__name__}")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as exc:
+        raise explain(exc, value, kind.__name__, list(kind.model_fields)) from exc
 
 
 T = TypeVar("T")

@@ -94,8 +94,17 @@ class Value:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """The value as plain Python objects, ready for `json.dumps` except for raw bytes."""
+        """The value as plain Python objects, ready for `json.dumps`; bytes are base64."""
         raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls, value: Any) -> Self:
+        """The value that `to_dict` wrote; unknown keys are left out.
+
+        Raises:
+            InvalidInputError: With the path of the first thing that is wrong.
+        """
+        return cls._validate_object(value)
 
     @classmethod
     def _validate(cls, value: object) -> Self:

@@ -50,7 +50,7 @@ class SampleRequest(Request):
     topk_prompt_logprobs: sampling.NumLikeliest = _OPTIONS.topk_prompt_logprobs
     topk_sample_logprobs: sampling.NumLikeliest = _OPTIONS.topk_sample_logprobs
     target_prompt_logprobs: TensorData | None = None
-    prompt_alt_tokens_k: sampling.NumLikeliest = _OPTIONS.prompt_alt_tokens_k
+    prompt_alt_tokens_k: sampling.NumAlternatives = _OPTIONS.prompt_alt_tokens_k
     prompt_logprobs_last_n: sampling.LastN | None = _OPTIONS.prompt_logprobs_last_n
     routed_experts: bool | None = None
     record_stability_info: bool | None = None

@@ -5,7 +5,7 @@ Arrays are the truth; the list properties of the older SDK are made from them on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -16,17 +16,27 @@ from tinkex.errors import InvalidInputError
 from tinkex.types.data.arrays import pack_flat, token_array
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.data.topk_logprobs import TopkList, TopkLogprobs
+from tinkex.types.fields.plain import PlainRecord
 from tinkex.types.fields.value import Value, kept, nest, readonly, set_field, short
 from tinkex.types.sampling.snapshot import WeightsSnapshot
 from tinkex.types.sampling.stop_reason import StopReason
 
 
 @dataclass(frozen=True)
-class PromptAltTokens:
+class PromptAltTokens(PlainRecord):
     """Alternative draws at each prompt position: row i belongs to prompt position i + 1."""
 
     tokens: TensorData
     logprobs: TensorData
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"tokens": self.tokens.to_dict(), "logprobs": self.logprobs.to_dict()}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        if isinstance(value, Mapping):
+            value = {name: TensorData._validate(part) for name, part in value.items()}
+        return super().from_dict(value)
 
 
 class SampledSequence(Value):
@@ -199,7 +209,8 @@ class SampleResponse(Value):
     ) -> None:
         values = prompt_logprobs if prompt_logprobs_np is None else prompt_logprobs_np
         self._fill(
-            list(sequences),
+            # A dict is what `to_dict` makes of one.
+            [SampledSequence._validate(sequence) for sequence in sequences],
             None if values is None else logprob_array(values, path="prompt_logprobs"),
             _topk(topk_prompt_logprobs_np, topk_prompt_logprobs),
             target_prompt_logprobs,
@@ -243,7 +254,9 @@ class SampleResponse(Value):
             sequences,
             prompt_logprobs=value.get("prompt_logprobs"),
             topk_prompt_logprobs=value.get("topk_prompt_logprobs"),
+            target_prompt_logprobs=_experts(value, "target_prompt_logprobs"),
             prompt_cache_hit_tokens=_count(value.get("prompt_cache_hit_tokens")),
+            prompt_alt_tokens=_alternatives(value.get("prompt_alt_tokens")),
             prompt_routed_experts=_experts(value, "prompt_routed_experts"),
         )
 
@@ -254,6 +267,9 @@ class SampleResponse(Value):
             prompt_cache_hit_tokens=self.prompt_cache_hit_tokens,
             prompt_logprobs=self.prompt_logprobs,
             topk_prompt_logprobs=self.topk_prompt_logprobs,
+            target_prompt_logprobs=self.target_prompt_logprobs
+            and self.target_prompt_logprobs.to_dict(),
+            prompt_alt_tokens=self.prompt_alt_tokens and self.prompt_alt_tokens.to_dict(),
             prompt_routed_experts=self.prompt_routed_experts
             and self.prompt_routed_experts.to_dict(),
         )
@@ -275,13 +291,19 @@ def _experts(value: dict[str, Any], name: str) -> TensorData | None:
     return None if experts is None else TensorData._validate(experts)
 
 
+def _alternatives(value: Any) -> PromptAltTokens | None:
+    if value is None or isinstance(value, PromptAltTokens):
+        return value
+    return PromptAltTokens.from_dict(value)
+
+
 def parse_stop_reason(value: str) -> StopReason:
     try:
         return StopReason(value)
     except ValueError:
-        known = ", ".join(StopReason)
         raise InvalidInputError(
-            f"unknown stop reason {short(value)}; known: {known}", path="stop_reason"
+            f"expected a short text, such as {', '.join(StopReason)}; got {short(value)}",
+            path="stop_reason",
         ) from None
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinkex.types.fields.plain import PlainRecord
+
 
 @dataclass(frozen=True, slots=True)
-class WeightsSnapshot:
+class WeightsSnapshot(PlainRecord):
     """Frozen weights that were sampled from. A field is None when the server does not say it."""
 
     sampling_session_id: str

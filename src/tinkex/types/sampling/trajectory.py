@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tinkex.types.data.datum import Datum
 from tinkex.types.data.model_input import ModelInput
 from tinkex.types.fields.message import Listing, Response
+from tinkex.types.fields.plain import PlainRecord
 
 
 class TrajectoryAnswer(Response):
@@ -25,7 +26,7 @@ class TrajectoryAnswer(Response):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectorySequence:
+class TrajectorySequence(PlainRecord):
     """A branch of a conversation, from its first token to its last answer."""
 
     tokens: tuple[int, ...]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SkipValidation
+from pydantic import AfterValidator, Field, SkipValidation
 
-from tinkex.types.fields.bounds import INT32, Id, Number, Path, listing, text
+from tinkex.contract.bounds import Between
+from tinkex.contract.cost import NOTHING
+from tinkex.types.fields.bounds import INT32, Id, Number, Path, Plain, listing, text
 from tinkex.types.fields.message import Listing, Request, Response
 from tinkex.types.sampling.request import SampleRequest
 
@@ -30,7 +32,25 @@ class SampleBatchResponse(Response):
 class ProcessRequest(Request):
     """A process of this machine begins or ends its use of the server."""
 
-    pid: Annotated[int, Field(ge=1, le=INT32)]
+    pid: Annotated[int, Between(1, INT32, becomes=NOTHING)]
+
+
+MAX_RUN_NAME = 200
+
+
+def _one_line(name: str) -> str:
+    """Refuse names that a list could not show, or that mean something else already."""
+    if not name.isprintable() or name != name.strip():
+        raise ValueError("must be one line of printable text, without spaces around it")
+    if name.startswith("tinker://"):
+        raise ValueError("must not begin with tinker://, which is how paths of checkpoints begin")
+    return name
+
+
+def _one_tag(tag: str) -> str:
+    if "," in tag:
+        raise ValueError("must have no comma, which stands between tags; give each tag by itself")
+    return tag
 
 
 MAX_METRIC = 1e300
@@ -47,6 +67,28 @@ class LogMetricsRequest(Request):
     ]
     step: Number | None = None
     """None: the last step that the server has seen."""
+
+
+class Continuation(Request):
+    """The run that another one goes on from, after so many steps."""
+
+    run_id: Id
+    step: Number
+
+
+class DescribeRunRequest(Request):
+    """Say what a run is called and what it was started with; what is left out stays as it is."""
+
+    name: Annotated[str, text(MAX_RUN_NAME), AfterValidator(_one_line)] | None = None
+    """Empty: it goes by the name of its session again."""
+    note: Annotated[str, text(10_000)] | None = None
+    tags: (
+        Annotated[list[Annotated[str, text(100, 1), AfterValidator(_one_tag)]], *listing(64)] | None
+    ) = None
+    settings: Plain | None = None
+    """Added to those that it has; one of the same name is replaced."""
+    continues: Continuation | None = None
+    """Makes it the last segment of that run; said once."""
 
 
 class LogMetricsResponse(Response):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+import orjson
+from pydantic import Field, model_validator
 
 from tinkex.types.fields.bounds import Id, Ids, Number
 from tinkex.types.fields.identifiers import ModelID, RequestID
@@ -65,10 +66,49 @@ class CompleteMetadataResponse(Response):
 
 
 class RequestFailedResponse(Response):
-    """The request ended in an error; `category` says who can fix it."""
+    """The request ended in an error; `category` says who can fix it.
+
+    Also read from the form in which `error` is an object with `message` and `category`.
+    """
 
     error: str
     category: Annotated[RequestErrorCategory, member_of(RequestErrorCategory)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        error, category = value.get("error"), value.get("category")
+        if isinstance(error, dict):
+            category = error.get("category", category)
+            error = error.get("message") or error.get("error") or orjson.dumps(error).decode()
+        error = str(error or "the server gave no reason")
+        return {**value, "error": error, "category": category or RequestErrorCategory.Unknown}
+
+
+class FuturePendingResponse(Response):
+    """Not ready yet, from servers that say how it stands as a `status`."""
+
+    status: Literal["pending"] = "pending"
+    request_id: RequestID | None = None
+    queue_state: Annotated[QueueState, member_of(QueueState)] | None = None
+    queue_state_reason: str | None = None
+
+
+class FutureCompletedResponse(Response):
+    """Ready, with the result inside; from servers that say how it stands as a `status`."""
+
+    status: Literal["completed"] = "completed"
+    request_id: RequestID | None = None
+    result: dict[str, Any]
+
+
+class FutureFailedResponse(RequestFailedResponse):
+    """An error, from servers that say how it stands as a `status`."""
+
+    status: Literal["failed"] = "failed"
+    request_id: RequestID | None = None
 
 
 class SamplingSessionFuturesTarget(Request):

@@ -7,33 +7,12 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from tinkex.types.fields.bounds import Id, Metadata, Name, Names, listing, text
+from tinkex.contract.bounds import Between
+from tinkex.contract.cost import SEARCH
+from tinkex.types.fields.bounds import Id, Metadata, Names, listing, text
 from tinkex.types.fields.message import AwareMoment, Listing, Request, Response, Texts
+from tinkex.types.service.search_owner import OwnSearchOwner, SearchOwner
 from tinkex.types.service.session_status import ClientSessionFinishReasonType, SessionStatus
-
-
-class OwnSearchOwner(Request):
-    """Sessions of the caller."""
-
-    type: Literal["own"] = "own"
-
-
-class AccessibleSearchOwner(Request):
-    """Sessions the caller may see."""
-
-    type: Literal["accessible"] = "accessible"
-
-
-class UserSearchOwner(Request):
-    """Sessions of one to ten named users."""
-
-    type: Literal["user"] = "user"
-    owner_urns: Annotated[list[Name], *listing(10, 1)]
-
-
-SearchOwner: TypeAlias = Annotated[
-    OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner, Field(discriminator="type")
-]
 
 
 class ActiveSessionStatusQuery(Request):
@@ -86,7 +65,7 @@ class SessionSearchRequest(Request):
     display_name: Annotated[str, text(256, 1)] | None = None
     owner: SearchOwner = OwnSearchOwner()
     statuses: Annotated[list[SessionStatusQuery], *listing(16, 1)] | None = None
-    limit: int = Field(default=50, ge=1, le=200)
+    limit: Annotated[int, Between(1, SEARCH.rows, becomes="rows")] = 50
     cursor: SessionSearchCursor | None = None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from tinkex.types.fields.bounds import MAX_NAME, Id, Name, Names, Plain, Text, text
+from tinkex.types.fields.bounds import MAX_NAME, Id, Name, PlainMetadata, Tags, Text, text
 from tinkex.types.fields.message import Listing, Request, Response, Texts
 from tinkex.types.service.session_status import ClientSessionFinishReason
 
@@ -12,8 +12,8 @@ from tinkex.types.service.session_status import ClientSessionFinishReason
 class CreateSessionRequest(Request):
     """Open a session."""
 
-    tags: Names
-    user_metadata: Plain | None = None
+    tags: Tags
+    user_metadata: PlainMetadata | None = None
     sdk_version: Name
     project_id: Name | None = None
     display_name: Name | None = None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+from tinkex.contract.cost import NOTHING
 from tinkex.errors import InvalidInputError
 from tinkex.types.data.datum import MAX_INPUTS, Datum
 from tinkex.types.data.loss import LossFnOutput
+from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.fields.given import NOT_GIVEN, remember_field
 from tinkex.types.fields.identifiers import ModelID
-from tinkex.types.fields.value import Value
+from tinkex.types.fields.value import Value, nest, short
 
 MAX_DATUMS, MAX_SETTINGS = 65_536, 64
 MAX_MODEL_ID, MAX_NAME, MAX_SETTING = 512, 256, 1024
@@ -55,6 +57,30 @@ class ForwardBackwardInput(Value):
                 )
 
     @classmethod
+    def _from_dict(cls, value: dict[str, Any]) -> Self:
+        listed, config = value.get("data"), value.get("loss_fn_config")
+        if not isinstance(listed, list):
+            raise InvalidInputError("expected a list", path="data")
+        if not isinstance(value.get("loss_fn"), str):
+            raise InvalidInputError("expected text", path="loss_fn")
+        if not isinstance(config, dict | None):
+            raise InvalidInputError("expected an object", path="loss_fn_config")
+        data = []
+        for index, item in enumerate(listed):
+            try:
+                data.append(Datum._validate(item))
+            except InvalidInputError as exc:
+                raise nest(exc, f"data[{index}]") from exc
+        return cls(data, value["loss_fn"], *(() if config is None else (config,)))
+
+    def to_dict(self) -> dict[str, Any]:
+        data = [datum.to_dict() for datum in self.data]
+        plain: dict[str, Any] = {"data": data, "loss_fn": self.loss_fn}
+        if self.loss_fn_config is not None:
+            plain["loss_fn_config"] = dict(self.loss_fn_config)
+        return plain
+
+    @classmethod
     def _schema(cls) -> dict[str, Any]:
         setting = {"anyOf": [{"type": "number"}, {"type": "string", "maxLength": MAX_SETTING}]}
         config = {
@@ -97,10 +123,32 @@ class _Pass(Value):
         return self._input
 
     @classmethod
+    def _from_dict(cls, value: dict[str, Any]) -> Self:
+        number = value.get("seq_id")
+        if not isinstance(value.get("model_id"), str):
+            raise InvalidInputError("expected text", path="model_id")
+        if isinstance(number, bool) or not isinstance(number, int | None):
+            raise InvalidInputError(f"expected a whole number, got {number!r}", path="seq_id")
+        try:
+            asked = ForwardBackwardInput._validate_object(value.get(cls._INPUT))
+        except InvalidInputError as exc:
+            raise nest(exc, cls._INPUT) from exc
+        return cls._make(asked, value["model_id"], number)
+
+    def to_dict(self) -> dict[str, Any]:
+        number = {} if self.seq_id is None else {"seq_id": self.seq_id}
+        return {self._INPUT: self._input.to_dict(), "model_id": self.model_id, **number}
+
+    @classmethod
     def _schema(cls) -> dict[str, Any]:
         properties = {
             "model_id": {"type": "string", "minLength": 1, "maxLength": MAX_MODEL_ID},
-            "seq_id": {"type": ["integer", "null"], "minimum": 1, "maximum": 2**63 - 1},
+            "seq_id": {
+                "type": ["integer", "null"],
+                "minimum": 1,
+                "maximum": 2**63 - 1,
+                "x-becomes": NOTHING,
+            },
             cls._INPUT: ForwardBackwardInput._schema(),
         }
         return cls._object_schema(properties, ["model_id", cls._INPUT])
@@ -169,8 +217,53 @@ class ForwardBackwardOutput(Value):
     ) -> None:
         self._fill(loss_fn_output_type, list(loss_fn_outputs), dict(metrics or {}))
 
+    @classmethod
+    def _from_dict(cls, value: dict[str, Any]) -> Self:
+        listed, metrics = value.get("loss_fn_outputs"), value.get("metrics")
+        kind = value.get("loss_fn_output_type", "")
+        if not isinstance(kind, str):
+            raise InvalidInputError("expected text", path="loss_fn_output_type")
+        if not isinstance(listed, list):
+            raise InvalidInputError("expected a list", path="loss_fn_outputs")
+        if not isinstance(metrics, dict):
+            raise InvalidInputError("expected an object", path="metrics")
+        outputs = [_output(item, f"loss_fn_outputs[{i}]") for i, item in enumerate(listed)]
+        return cls(kind, outputs, {name: _metric(name, number) for name, number in metrics.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        outputs = [
+            {name: tensor.to_dict() for name, tensor in item.items()}
+            for item in self.loss_fn_outputs
+        ]
+        return {
+            "loss_fn_output_type": self.loss_fn_output_type,
+            "loss_fn_outputs": outputs,
+            "metrics": self.metrics,
+        }
+
     def __repr__(self) -> str:
         return (
             f"ForwardBackwardOutput(loss_fn_output_type={self.loss_fn_output_type!r}, "
             f"{len(self.loss_fn_outputs)} outputs, metrics={self.metrics!r})"
         )
+
+
+def _output(item: object, path: str) -> LossFnOutput:
+    if not isinstance(item, dict):
+        raise InvalidInputError("expected an object", path=path)
+    output = {}
+    for name, tensor in item.items():
+        try:
+            output[name] = TensorData._validate_object(tensor)
+        except InvalidInputError as exc:
+            raise nest(exc, f"{path}.{name}") from exc
+    return output
+
+
+def _metric(name: str, value: Any) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    if value is None:
+        # orjson, among others, writes NaN as null.
+        return float("nan")
+    raise InvalidInputError(f"expected a number, got {short(value)}", path=f"metrics.{name}")

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tinkex.contract.bounds import Between
 from tinkex.contract.models import MAX_RANK
-from tinkex.types.fields.bounds import Count, Id, Name, Plain, Seed
+from tinkex.types.fields.bounds import Count, Id, Name, PlainMetadata, Seed
 from tinkex.types.fields.identifiers import ModelID
 from tinkex.types.fields.message import Request, Response, all_known
 from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
@@ -17,7 +17,7 @@ from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
 class LoraConfig(Request):
     """The shape of a LoRA adapter: its rank, its seed, and which layers get one."""
 
-    rank: Annotated[int, Between(1, MAX_RANK)]
+    rank: Annotated[int, Between(1, MAX_RANK, becomes="memory_bytes")]
     seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -32,7 +32,7 @@ class CreateModelRequest(Request):
     session_id: Id
     model_seq_id: Count = 0
     base_model: Name
-    user_metadata: Plain | None = None
+    user_metadata: PlainMetadata | None = None
     lora_config: Annotated[LoraConfig, all_known(LoraConfig)] | None = None
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()
     type: Literal["create_model"] = "create_model"

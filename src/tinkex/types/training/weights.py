@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from tinkex.types.account.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.types.account.console_urls import checkpoint_url, playground_url
@@ -14,7 +14,7 @@ from tinkex.types.fields.bounds import (
     Name,
     Number,
     Path,
-    Plain,
+    PlainMetadata,
     Secret,
     SeqId,
     TtlSeconds,
@@ -23,6 +23,13 @@ from tinkex.types.fields.bounds import (
 from tinkex.types.fields.identifiers import ModelID
 from tinkex.types.fields.message import Request, Response, Texts
 from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
+
+SamplingClientKind: TypeAlias = Literal["snapshot", "inflight"]
+"""Which weights a sampling client uses: those of its save for good, or the newest of its run.
+
+All `inflight` clients of a run follow its last `inflight` save: a sample that begins after the save
+uses those weights, one that runs already ends on its own.
+"""
 
 
 class SaveWeightsRequest(Request):
@@ -53,6 +60,8 @@ class SaveWeightsForSamplerRequest(Request):
     model_id: Id
     path: Path | None = None
     sampling_session_seq_id: Number | None = None
+    kind: SamplingClientKind | None = None
+    """Of an unnamed save; None is `snapshot`."""
     seq_id: SeqId | None = None
     ttl_seconds: TtlSeconds | None = None
     user_metadata: Metadata | None = None
@@ -117,7 +126,7 @@ class LoadWeightsRequest(Request):
     session_id: Id | None = None
     model_seq_id: Count | None = None
     base_model: Name | None = None
-    user_metadata: Plain | None = None
+    user_metadata: PlainMetadata | None = None
     path: Path
     optimizer: bool = False
     optimizer_config: OptimizerConfig | None = None

@@ -1,152 +1,119 @@
-// A line chart on a canvas: several series, hover or arrow keys, zoom by dragging, smoothing, log scale.
+// A line chart on a canvas: several series, values under the pointer or by arrow keys, zoom by dragging.
 "use strict";
 
-const COLORS = ["#2456c9", "#c2410c", "#17733c", "#8b3fb5", "#b3261e", "#0e7490", "#8a5300", "#be185d", "#4d7c0f", "#475569", "#6d28d9", "#a16207"];
-const LIGHT = ["#86abff", "#fb9a63", "#6fd495", "#cf9bf0", "#ff8f86", "#67d0e6", "#f0b95c", "#f590bd", "#b3d86a", "#a5b4c8", "#b79bff", "#e8c15a"];
+const FRAME = { left: 54, right: 10, top: 8, bottom: 22 };
 
 class Chart {
-  constructor(parent, title) {
+  // `title` names the metric; `box` is the card that the chart fills.
+  constructor(box, title) {
+    this.title = title;
     this.series = [];
     this.view = { smooth: 0, log: false, axis: "step" };
     this.zoom = null;
-    const box = document.createElement("div");
-    box.className = "chart";
-    const head = document.createElement("h3");
-    head.append(title);
-    this.last = document.createElement("span");
-    head.append(this.last);
-    this.canvas = document.createElement("canvas");
-    this.canvas.setAttribute("role", "img");
-    this.canvas.setAttribute("aria-label", title);
-    this.canvas.tabIndex = 0;
-    this.said = document.createElement("span");
-    this.said.className = "hidden";
-    this.said.setAttribute("role", "status");
-    box.append(head, this.canvas, this.said);
-    parent.append(box);
-    this.title = title;
-    this.canvas.addEventListener("pointermove", (event) => this.hover(event));
-    this.canvas.addEventListener("pointerleave", () => { this.at = null; this.draw(); });
-    this.canvas.addEventListener("pointerdown", (event) => { this.from = this.valueAt(event.offsetX); });
-    this.canvas.addEventListener("pointerup", (event) => this.zoomTo(event));
-    this.canvas.addEventListener("dblclick", () => { this.zoom = null; this.draw(); });
-    this.canvas.addEventListener("keydown", (event) => this.key(event));
-    this.canvas.addEventListener("blur", () => { this.at = null; this.draw(); });
-    new ResizeObserver(() => this.draw()).observe(this.canvas);
+    this.at = null;
+    this.canvas = made("canvas", { role: "img", "aria-label": title, tabindex: "0" });
+    this.said = made("span", { class: "hidden", role: "status" });
+    box.append(this.canvas, this.said);
+    const on = (event, act) => this.canvas.addEventListener(event, act);
+    on("pointermove", (event) => { this.at = event.offsetX; this.draw(); tip.show(this, event); });
+    on("pointerleave", () => this.leave());
+    on("pointerdown", (event) => { this.from = event.offsetX; });
+    on("pointerup", (event) => this.zoomTo(event.offsetX));
+    on("dblclick", () => this.zoomTo(null));
+    on("keydown", (event) => this.key(event));
+    on("blur", () => this.leave());
+    this.resized = new ResizeObserver(() => this.draw());
+    this.resized.observe(this.canvas);
   }
 
-  set(series) { this.series = series; this.draw(); }
-  show(view) { this.view = view; this.zoom = null; this.draw(); }
+  set(series) { this.series = series; this.cached = null; this.draw(); }
+  show(view) { this.view = view; this.cached = null; this.zoom = null; this.draw(); }
+  leave() { this.at = null; tip.hide(); this.draw(); }
 
-  points(one) {
-    const start = one.at.length ? one.at[0] : 0;
-    const axis = this.view.axis;
-    const xs = axis === "time" ? one.at.map((at) => (at - start) / 60) : axis === "tokens" ? tokensAt(one) : one.steps;
-    let mean = null;
-    const ys = one.values.map((value) => {
-      mean = mean === null ? value : this.view.smooth * mean + (1 - this.view.smooth) * value;
-      return mean;
-    });
-    const shown = [];
-    for (let i = 0; i < xs.length; i++) {
-      if (!Number.isFinite(ys[i])) continue;
-      if (this.view.log && ys[i] <= 0) continue;
-      if (this.zoom && (xs[i] < this.zoom[0] || xs[i] > this.zoom[1])) continue;
-      shown.push([xs[i], this.view.log ? Math.log10(ys[i]) : ys[i], one.values[i]]);
-    }
-    return shown.sort((one, other) => one[0] - other[0]); // numbers sent at once may arrive in any order
+  // A canvas that nobody sees needs no memory.
+  rest() { this.isResting = true; this.canvas.width = this.canvas.height = 0; }
+  wake() { this.isResting = false; this.draw(); }
+
+  // The points of each series as [x, y, value, y before smoothing], smoothed and zoomed.
+  lines() {
+    if (!this.cached) this.cached = this.series.map((one) => points(one, this.view, this.zoom));
+    return this.cached;
   }
 
   draw() {
     const width = this.canvas.clientWidth, height = this.canvas.clientHeight, scale = devicePixelRatio || 1;
-    if (!width) return;
+    if (!width || this.isResting) return;
     this.canvas.width = width * scale;
     this.canvas.height = height * scale;
     const pen = this.canvas.getContext("2d");
     pen.scale(scale, scale);
-    const style = getComputedStyle(document.body);
-    const soft = style.getPropertyValue("--soft"), line = style.getPropertyValue("--line"), ink = style.getPropertyValue("--ink");
-    const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-    const all = this.series.map((one) => this.points(one));
-    const flat = all.flat();
-    pen.font = "11px system-ui, sans-serif";
-    if (!flat.length) { pen.fillStyle = soft; pen.fillText("No points yet", 12, 24); return; }
-    let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
-    for (const [x, y] of flat) { x0 = Math.min(x0, x); x1 = Math.max(x1, x); y0 = Math.min(y0, y); y1 = Math.max(y1, y); }
-    if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
-    if (y0 === y1) { const pad = Math.abs(y0) * 0.1 || 1; y0 -= pad; y1 += pad; }
-    const left = 52, right = 8, top = 6, bottom = 20;
-    const px = (x) => left + (width - left - right) * (x - x0) / (x1 - x0);
-    const py = (y) => top + (height - top - bottom) * (y1 - y) / (y1 - y0);
-    this.frame = { left, right, width, x0, x1 };
-    pen.strokeStyle = line; pen.fillStyle = soft; pen.lineWidth = 1;
-    const rows = ticks(y0, y1), columns = ticks(x0, x1);
-    const says = labels(rows.map((y) => (this.view.log ? 10 ** y : y))), below = labels(columns);
-    rows.forEach((y, index) => {
-      pen.beginPath(); pen.moveTo(left, py(y)); pen.lineTo(width - right, py(y)); pen.stroke();
-      pen.textAlign = "right"; pen.fillText(says[index], left - 6, py(y) + 4);
-    });
-    columns.forEach((x, index) => {
-      pen.textAlign = px(x) > width - 20 ? "right" : "center"; pen.fillText(below[index], px(x), height - 5);
-    });
-    all.forEach((points, index) => {
-      pen.strokeStyle = (dark ? LIGHT : COLORS)[index % COLORS.length];
-      pen.lineWidth = this.series[index].isBaseline ? 3 : 1.6;
-      pen.setLineDash(this.series[index].isBaseline ? [6, 4] : []);
-      pen.beginPath();
-      points.forEach(([x, y], i) => (i ? pen.lineTo(px(x), py(y)) : pen.moveTo(px(x), py(y))));
-      pen.stroke();
-      pen.setLineDash([]);
-      if (points.length === 1) { pen.fillStyle = pen.strokeStyle; pen.beginPath(); pen.arc(px(points[0][0]), py(points[0][1]), 2.5, 0, 7); pen.fill(); }
-    });
-    const ends = this.series.length === 1 && all[0].length ? all[0][all[0].length - 1] : null;
-    this.last.textContent = ends ? short(ends[2]) : "";
-    const what = ends ? `last ${short(ends[2])} at ${short(ends[0])}` : `${this.series.length} runs`;
+    this.scene = sceneOf(this.lines(), width, height);
+    paint(pen, this.scene, this);
+    this.label();
+  }
+
+  label() {
+    const last = this.series.length === 1 ? this.lines()[0].at(-1) : null;
+    const what = last ? `last ${short(last[2])} at ${short(last[0])}` : `${this.series.length} runs`;
     this.canvas.setAttribute("aria-label", `${this.title}: ${what}. Arrow keys read it.`);
-    if (this.at === null || this.at === undefined) return;
-    const x = this.valueAt(this.at);
-    pen.strokeStyle = soft; pen.beginPath(); pen.moveTo(this.at, top); pen.lineTo(this.at, height - bottom); pen.stroke();
-    pen.textAlign = this.at > width / 2 ? "right" : "left";
-    let row = 0;
-    all.forEach((points, index) => {
-      let best = null;
-      for (const point of points) if (!best || Math.abs(point[0] - x) < Math.abs(best[0] - x)) best = point;
-      if (!best) return;
-      pen.fillStyle = (dark ? LIGHT : COLORS)[index % COLORS.length];
-      pen.beginPath(); pen.arc(px(best[0]), py(best[1]), 3, 0, 7); pen.fill();
-      pen.fillStyle = ink;
-      pen.fillText(`${short(best[2])} at ${short(best[0])}`, this.at + (this.at > width / 2 ? -8 : 8), top + 12 + 14 * row++);
+  }
+
+  // What each run has nearest to a place on the axis: [{series, point}].
+  nearest(offset) {
+    if (!this.scene || this.scene.isEmpty) return [];
+    const x = this.scene.valueAt(offset);
+    return this.lines().flatMap((line, index) => {
+      const point = closest(line, x);
+      return point ? [{ series: this.series[index], point }] : [];
     });
   }
 
-  valueAt(offset) {
-    const { left, right, width, x0, x1 } = this.frame || { left: 0, right: 0, width: 1, x0: 0, x1: 1 };
-    return x0 + (x1 - x0) * (offset - left) / (width - left - right);
-  }
-  hover(event) { this.at = event.offsetX; this.draw(); }
   // Left and right go from point to point of the first line, and say it; Escape ends that and the zoom.
   key(event) {
-    if (event.key === "Escape") { this.zoom = this.at = null; this.draw(); return; }
+    if (event.key === "Escape") { this.zoomTo(null); this.leave(); return; }
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    const points = this.series.map((one) => this.points(one)).find((one) => one.length);
-    if (!by || !points || !this.frame) return;
+    const line = this.lines().find((one) => one.length);
+    if (!by || !line || !this.scene || this.scene.isEmpty) return;
     event.preventDefault();
-    const { left, right, width, x0, x1 } = this.frame;
-    const offsets = points.map(([x]) => left + (width - left - right) * (x - x0) / (x1 - x0));
-    const near = this.at === null || this.at === undefined ? (by > 0 ? -1 : points.length) : offsets.reduce((best, offset, i) => (Math.abs(offset - this.at) < Math.abs(offsets[best] - this.at) ? i : best), 0);
-    const index = Math.min(Math.max(near + by, 0), points.length - 1);
+    const offsets = line.map(([x]) => this.scene.px(x));
+    const away = (i) => Math.abs(offsets[i] - this.at);
+    const near = this.at === null ? (by > 0 ? -1 : line.length) : offsets.reduce((best, _, i) => (away(i) < away(best) ? i : best), 0);
+    const index = Math.min(Math.max(near + by, 0), line.length - 1);
     this.at = offsets[index];
-    this.said.textContent = `${short(points[index][2])} at ${short(points[index][0])}`;
+    const found = this.nearest(this.at);
+    const values = found.map(({ series, point }) => (found.length > 1 ? `${series.name} ` : "") + short(point[2]));
+    this.said.textContent = `${values.join(", ")} at ${short(line[index][0])}`;
+    this.draw();
+    tip.show(this, { offsetX: this.at, offsetY: 20 });
+  }
+
+  zoomTo(offset) {
+    const from = this.from;
+    this.from = undefined;
+    if (offset === null) { this.zoom = null; }
+    else {
+      if (from === undefined || !this.scene || this.scene.isEmpty || Math.abs(offset - from) < 8) return;
+      this.zoom = [this.scene.valueAt(Math.min(from, offset)), this.scene.valueAt(Math.max(from, offset))];
+    }
+    this.cached = null;
     this.draw();
   }
-  zoomTo(event) {
-    const to = this.valueAt(event.offsetX);
-    if (this.from !== undefined && Math.abs(event.offsetX - this.from) > 0 && this.from !== to) {
-      const range = [Math.min(this.from, to), Math.max(this.from, to)];
-      if (this.frame && range[1] - range[0] > (this.frame.x1 - this.frame.x0) * 0.02) { this.zoom = range; this.draw(); }
-    }
-    this.from = undefined;
+}
+
+function points(one, view, zoom) {
+  const start = one.at.length ? one.at[0] : 0;
+  const xs = view.axis === "time" ? one.at.map((at) => (at - start) / 60) : view.axis === "tokens" ? tokensAt(one) : one.steps;
+  let mean = null;
+  const shown = [];
+  for (let i = 0; i < xs.length; i++) {
+    const value = one.values[i];
+    mean = mean === null ? value : view.smooth * mean + (1 - view.smooth) * value;
+    if (!Number.isFinite(mean) || (view.log && mean <= 0)) continue;
+    if (zoom && (xs[i] < zoom[0] || xs[i] > zoom[1])) continue;
+    const y = view.log ? Math.log10(mean) : mean;
+    shown.push([xs[i], y, value, view.log ? (value > 0 ? Math.log10(value) : y) : value]);
   }
+  return shown.sort((one, other) => one[0] - other[0]); // numbers sent at once may arrive in any order
 }
 
 // Tokens trained on up to each point of a series; its run's curve of tokens says how many a step had.
@@ -162,10 +129,152 @@ function tokensAt(one) {
   return upTo;
 }
 
-// Four or so round numbers between two others.
-function ticks(low, high) {
+function closest(line, x) {
+  let low = 0, high = line.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (line[middle][0] < x) low = middle; else high = middle;
+  }
+  if (high < 0) return null;
+  return Math.abs(line[low][0] - x) <= Math.abs(line[high][0] - x) ? line[low] : line[high];
+}
+
+// ------------------------------------------------------------------------ drawing
+
+// Where things are in a picture of this size.
+function sceneOf(lines, width, height, frame = FRAME) {
+  let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
+  for (const line of lines) for (const [x, y, , raw] of line) { x0 = Math.min(x0, x); x1 = Math.max(x1, x); y0 = Math.min(y0, y, raw); y1 = Math.max(y1, y, raw); }
+  if (x0 > x1) return { isEmpty: true, width, height, lines };
+  if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
+  const pad = y0 === y1 ? Math.abs(y0) * 0.1 || 1 : (y1 - y0) * 0.04;
+  if (Number.isFinite(y1 + pad - (y0 - pad))) { y0 -= pad; y1 += pad; }
+  const { left, right, top, bottom } = frame;
+  return {
+    width, height, lines, frame, y0, y1, x0, x1,
+    px: (x) => left + (width - left - right) * (x - x0) / (x1 - x0),
+    py: (y) => top + (height - top - bottom) * (y1 - y) / (y1 - y0),
+    valueAt: (offset) => x0 + (x1 - x0) * (offset - left) / (width - left - right),
+  };
+}
+
+// With a canvas's pen, or with one that writes SVG (download.js).
+function paint(pen, scene, { series, view, at = null }) {
+  pen.font = `11px ${theme("font")}`;
+  pen.fillStyle = theme("--soft");
+  if (scene.isEmpty) { pen.fillText("No points yet", 14, 26); return; }
+  const { px, py, width, height, frame } = scene;
+  const axis = view.axis === "time" ? "minutes" : view.axis;
+  const rows = ticks(scene.y0, scene.y1, [1, 2, 2.5, 5, 10]);
+  const columns = ticks(scene.x0, scene.x1).filter((x) => px(x) < width - frame.right - 8 * axis.length);
+  const says = labels(rows.map((y) => (view.log ? 10 ** y : y))), below = labels(columns);
+  pen.strokeStyle = theme("--line");
+  pen.lineWidth = 1;
+  pen.textAlign = "right";
+  rows.forEach((y, index) => {
+    stroke(pen, [[frame.left, py(y)], [width - frame.right, py(y)]]);
+    pen.fillText(says[index], frame.left - 7, py(y) + 4);
+  });
+  pen.textAlign = "center";
+  columns.forEach((x, index) => pen.fillText(below[index], px(x), height - 6));
+  pen.textAlign = "right";
+  pen.fillText(axis, width - frame.right, height - 6);
+  scene.lines.forEach((line, index) => {
+    const { color, isBaseline } = series[index];
+    pen.strokeStyle = pen.fillStyle = runColor(color);
+    pen.lineWidth = isBaseline ? 2.6 : 1.7;
+    if (view.smooth) { // what was measured, behind the mean of it
+      pen.globalAlpha = 0.25;
+      stroke(pen, line.map(([x, , , raw]) => [px(x), py(raw)]));
+      pen.globalAlpha = 1;
+    }
+    pen.setLineDash(isBaseline ? [6, 4] : []);
+    stroke(pen, line.map(([x, y]) => [px(x), py(y)]));
+    pen.setLineDash([]);
+    if (line.length === 1) spot(pen, px(line[0][0]), py(line[0][1]), 2.5);
+  });
+  if (at === null) return;
+  const x = scene.valueAt(at);
+  pen.strokeStyle = theme("--soft");
+  pen.lineWidth = 1;
+  stroke(pen, [[at, frame.top], [at, height - frame.bottom]]);
+  scene.lines.forEach((line, index) => {
+    const point = closest(line, x);
+    pen.fillStyle = runColor(series[index].color);
+    if (point) spot(pen, px(point[0]), py(point[1]), 3.5);
+  });
+}
+
+function stroke(pen, path) {
+  pen.beginPath();
+  path.forEach(([x, y], i) => (i ? pen.lineTo(x, y) : pen.moveTo(x, y)));
+  pen.stroke();
+}
+
+function spot(pen, x, y, size) {
+  pen.beginPath();
+  pen.arc(x, y, size, 0, 7);
+  pen.fill();
+}
+
+// ------------------------------------------------------------------------ colours of the style sheet
+
+const probe = made("i", { class: "hidden", "aria-hidden": "true" });
+const resolved = new Map();
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => resolved.clear());
+
+// A colour as a canvas takes it: the style sheet has one for each scheme.
+function theme(name) {
+  if (!resolved.has(name)) {
+    if (!probe.isConnected) document.body.append(probe);
+    if (name === "font") resolved.set(name, getComputedStyle(document.body).fontFamily);
+    else {
+      probe.className = name.startsWith("--") ? "hidden" : `hidden dot ${name}`;
+      probe.style.color = name.startsWith("--") ? `var(${name})` : "";
+      resolved.set(name, getComputedStyle(probe).color);
+    }
+  }
+  return resolved.get(name);
+}
+
+function runColor(number) { return theme(`c${number}`); }
+
+// ------------------------------------------------------------------------ values under the pointer
+
+const tip = {
+  box: made("div", { class: "tip", hidden: "" }),
+  show(chart, { offsetX, offsetY }) {
+    const found = chart.nearest(offsetX).sort((one, other) => other.point[2] - one.point[2]);
+    if (!found.length) { this.hide(); return; }
+    if (!this.box.isConnected) document.body.append(this.box);
+    const axis = chart.view.axis;
+    const says = (x) => (axis === "time" ? `${short(x)} min` : `${axis} ${short(x)}`);
+    const x = closest(found.map(({ point }) => point).sort((a, b) => a[0] - b[0]), chart.scene.valueAt(offsetX))[0];
+    const table = made("table");
+    for (const { series, point } of found) {
+      const row = table.insertRow(), name = row.insertCell();
+      name.append(made("span", { class: `dot c${series.color}` }), series.name);
+      row.insertCell().textContent = exact(point[2]);
+      const mean = chart.view.smooth ? `smoothed ${short(chart.view.log ? 10 ** point[1] : point[1])}` : "";
+      row.insertCell().textContent = [mean, point[0] === x ? "" : says(point[0])].filter(Boolean).join(", ");
+    }
+    this.box.replaceChildren(made("strong", {}, says(x)), table);
+    this.box.hidden = false;
+    const at = chart.canvas.getBoundingClientRect(), { offsetWidth, offsetHeight } = this.box;
+    const isLeft = at.left + offsetX + offsetWidth + 24 > innerWidth;
+    const top = Math.min(at.top + offsetY + 14, innerHeight - offsetHeight - 8);
+    this.box.style.left = `${Math.max(4, at.left + offsetX + (isLeft ? -offsetWidth - 14 : 14)) + scrollX}px`;
+    this.box.style.top = `${Math.max(4, top) + scrollY}px`;
+  },
+  hide() { this.box.hidden = true; },
+};
+
+// ------------------------------------------------------------------------ numbers and elements
+
+// Four or so round numbers between two others; steps and tokens are whole, so quarters are for values.
+function ticks(low, high, rounds = [1, 2, 5, 10]) {
   const rough = (high - low) / 4, size = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].find((times) => times * size >= rough) * size;
+  const step = rounds.find((times) => times * size >= rough) * size;
   const found = [];
   const first = Math.ceil(low / step) * step;
   for (let i = 0; i < 8; i++) { // counted: where numbers are so large that a step is less than their last digit, it gets nowhere
@@ -193,36 +302,14 @@ function short(number) {
   return size >= 100 ? String(Math.round(number)) : String(Number(number.toPrecision(3)));
 }
 
-// The three controls above the charts, the same on every page that has charts. The address has what
-// they are set to, so a link shows the same picture.
-function controls(change) {
-  const kept = new URLSearchParams(location.hash.slice(1));
-  const [smooth, log, axis] = ["smooth", "log", "axis"].map((id) => document.getElementById(id));
-  if (kept.has("smooth")) smooth.value = kept.get("smooth");
-  log.checked = kept.get("log") === "1";
-  if ([...axis.options].some((one) => one.value === kept.get("axis"))) axis.value = kept.get("axis");
-  const view = () => ({
-    smooth: Number(smooth.value),
-    log: log.checked,
-    axis: axis.value,
-  });
-  const keep = () => {
-    const now = new URLSearchParams();
-    if (Number(smooth.value)) now.set("smooth", smooth.value);
-    if (log.checked) now.set("log", "1");
-    if (axis.value !== "step") now.set("axis", axis.value);
-    history.replaceState(null, "", now.size ? `#${now}` : location.pathname + location.search);
-  };
-  for (const one of [smooth, log, axis]) one.addEventListener("input", () => { keep(); change(view()); });
-  return view;
+function exact(number) {
+  const size = Math.abs(number);
+  return size !== 0 && (size < 1e-4 || size >= 1e9) ? number.toExponential(4) : String(Number(number.toPrecision(6)));
 }
 
-// Where the time of a step goes: shown together, not one chart each.
-const PARTS = new Map([["pass_time_s", "forward and backward"], ["optim_time_s", "optimizer"], ["save_time_s", "saving"], ["other_time_s", "client, samples, waiting"]]);
-
-// What people look at first stands first.
-const FIRST = ["loss", "loss_per_token", "reward", "held_out_loss", "held_out_reward", "env/all/reward/total", "grad_norm", "tokens_per_s", "learning_rate"];
-function byInterest(one, other) {
-  const rank = (name) => (FIRST.indexOf(name) < 0 ? FIRST.length : FIRST.indexOf(name));
-  return rank(one) - rank(other) || one.localeCompare(other);
+function made(kind, facts = {}, ...inside) {
+  const element = document.createElement(kind);
+  for (const [name, value] of Object.entries(facts)) element.setAttribute(name, value);
+  element.append(...inside);
+  return element;
 }

@@ -7,6 +7,7 @@ const talks = { left: [], right: [] };
 let stopping = null;
 
 function show(side, kind, text) {
+  $("start-hint").hidden = true;
   const line = document.createElement("p");
   line.className = kind;
   line.textContent = text;
@@ -60,7 +61,7 @@ function scored(logprobs) {
 
 async function talk(side, text, signal) {
   const isChat = $("mode").value === "chat";
-  const model = $(side).value;
+  const model = $(side).selectedOptions[0].label;
   const body = { ...asked(side, text), stream: true, stream_options: { include_usage: true } };
   if (isChat) { body.logprobs = true; body.top_logprobs = 5; talks[side].push({ role: "user", content: text }); } else body.logprobs = 5;
   show(side, "you", text);
@@ -86,7 +87,7 @@ async function talk(side, text, signal) {
   if (isChat) talks[side].push({ role: "assistant", content: said });
   explain(line, said, tokens);
   const seconds = ((performance.now() - began) / 1000).toFixed(1);
-  show(side, "meta", usage ? `${model}: ${usage.prompt_tokens} tokens read, ${usage.completion_tokens} said in ${seconds} s` : `${model}: stopped after ${seconds} s`);
+  show(side, "meta", usage ? `${model}: ${usage.prompt_tokens} prompt tokens, ${usage.completion_tokens} generated in ${seconds} s` : `${model}: stopped after ${seconds} s`);
 }
 
 // Put the tokens in place of the text, each with its alternatives; the mark that ends an answer is left out.
@@ -159,7 +160,7 @@ async function count() {
   const text = $("text").value;
   if (!text) { $("count").textContent = ""; return; }
   const answer = await post(`/console/api/count/${$("mode").value}`, asked("left", text)).catch(() => null);
-  if (answer && answer.ok && $("text").value === text) $("count").textContent = `${(await answer.json()).num_tokens} tokens to read`;
+  if (answer && answer.ok && $("text").value === text) $("count").textContent = `${(await answer.json()).num_tokens} prompt tokens`;
 }
 
 $("ask").addEventListener("submit", async (event) => {
@@ -183,6 +184,7 @@ $("text").addEventListener("keydown", (event) => {
 $("stop").addEventListener("click", () => stopping && stopping.abort());
 $("clear").addEventListener("click", () => {
   for (const side of ["left", "right"]) { talks[side] = []; $(`talk-${side}`).replaceChildren(); }
+  $("start-hint").hidden = false;
 });
 $("ask").addEventListener("input", () => { clearTimeout(counting); counting = setTimeout(count, 300); });
 $("language").addEventListener("change", showCode);

@@ -2,27 +2,22 @@
 "use strict";
 
 const place = document.getElementById("charts");
-const charts = new Map();
 const known = Object.create(null); // a metric may be called anything, __proto__ too
-const view = controls((now) => { for (const chart of charts.values()) chart.show(now); });
+const run = { name: place.dataset.name, color: Number(place.dataset.color), isBaseline: false, curves: known };
+const board = new Board(place, async (name) => {
+  const answer = await fetch(`/console/api/curves?${new URLSearchParams({ runs: place.dataset.run, names: name })}`);
+  if (answer.ok) take((await answer.json())[place.dataset.run]);
+});
 
 function take(curves) {
-  for (const [name, grown] of Object.entries(curves)) {
-    if (!grown.isMore) known[name] = grown;
-    else for (const part of ["steps", "values", "at"]) known[name][part].push(...grown[part]);
-  }
-  for (const name of Object.keys(curves).filter((one) => !PARTS.has(one)).sort(byInterest)) {
-    if (!charts.has(name)) {
-      const chart = new Chart(place, name);
-      chart.view = view();
-      charts.set(name, chart);
-    }
-    charts.get(name).set([{ ...known[name], tokens: known.tokens || known.num_tokens }]);
-  }
-  split();
+  const fresh = Object.entries(curves).filter(([name, grown]) => !grown.isMore || known[name]);
+  for (const [name, grown] of fresh) grow(known, name, grown);
+  if (fresh.length) { board.take([run], fresh.map(([name]) => name)); split(); }
 }
 
-// The median of the last twenty steps, part by part: a pause of the client is no part of a step.
+// Where the time of a step goes: the median of the last twenty steps, part by part: a pause of the client is no part of a step.
+const PARTS = new Map([["pass_time_s", "forward and backward"], ["optim_time_s", "optimizer"], ["save_time_s", "saving"], ["other_time_s", "client, sampling, waiting"]]);
+
 function split() {
   const box = document.getElementById("split");
   const middle = (name) => {
@@ -34,26 +29,19 @@ function split() {
   box.hidden = !whole;
   if (!whole) return;
   const svg = (kind, facts) => {
-    const made = document.createElementNS("http://www.w3.org/2000/svg", kind);
-    for (const [name, value] of Object.entries(facts)) made.setAttribute(name, value);
-    return made;
+    const element = document.createElementNS("http://www.w3.org/2000/svg", kind);
+    for (const [name, value] of Object.entries(facts)) element.setAttribute(name, value);
+    return element;
   };
   const bar = svg("svg", { viewBox: "0 0 1000 20", preserveAspectRatio: "none", role: "img", "aria-label": "Time of a step by part" });
-  const list = document.createElement("ul");
-  list.className = "legend";
+  const list = made("ul", { class: "legend" });
   let at = 0;
   parts.forEach(([says, value], index) => {
     bar.append(svg("rect", { x: at, y: 0, width: 1000 * value / whole, height: 20, class: `f${index}` }));
     at += 1000 * value / whole;
-    const entry = document.createElement("li");
-    const dot = document.createElement("span");
-    dot.className = `dot c${index}`;
-    entry.append(dot, `${says} ${short(value)} s (${Math.round(100 * value / whole)} %)`);
-    list.append(entry);
+    list.append(made("li", {}, made("span", { class: `dot p${index}` }), `${says} ${short(value)} s (${Math.round(100 * value / whole)} %)`));
   });
-  const head = document.createElement("h3");
-  head.textContent = `A step takes ${short(whole)} s`;
-  box.replaceChildren(head, bar, list);
+  box.replaceChildren(made("h3", {}, `Time of a step: ${short(whole)} s (median of the last 20)`), bar, list);
 }
 
 // The status at the top follows what the server does.
@@ -61,7 +49,7 @@ const status = document.getElementById("status"), doing = document.getElementByI
 const first = [status.textContent, doing.textContent];
 function say(now) {
   const busy = ["running", "waiting"];
-  const rest = busy.includes(first[0]) ? ["idle", "waiting for its client"] : first;
+  const rest = busy.includes(first[0]) && place.dataset.follows ? ["idle", "waiting for its client"] : first;
   const [word, why] = now ? [/^(waiting|restoring|the worker)/.test(now) ? "waiting" : "running", now] : rest;
   status.textContent = word;
   status.className = `status ${word}`;
@@ -75,7 +63,3 @@ live.onmessage = (event) => {
   say(told.doing);
 };
 addEventListener("pagehide", () => live.close());
-
-for (const form of document.querySelectorAll("form.asks")) {
-  form.addEventListener("submit", (event) => { if (!confirm(form.dataset.question)) event.preventDefault(); });
-}

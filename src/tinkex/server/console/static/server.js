@@ -2,7 +2,8 @@
 "use strict";
 
 function size(bytes) {
-  return bytes >= 1073741824 ? (bytes / 1073741824).toFixed(1) + " GB" : (bytes / 1048576).toFixed(1) + " MB";
+  for (const [unit, factor] of [["GB", 2 ** 30], ["MB", 2 ** 20], ["KB", 2 ** 10]]) if (bytes >= factor) return `${(bytes / factor).toFixed(1)} ${unit}`;
+  return `${bytes} B`;
 }
 
 let before = null;
@@ -34,7 +35,3 @@ async function look() {
 look();
 setTimeout(look, 1500);
 setInterval(look, 5000);
-
-for (const form of document.querySelectorAll("form.asks")) {
-  form.addEventListener("submit", (event) => { if (!confirm(form.dataset.question)) event.preventDefault(); });
-}

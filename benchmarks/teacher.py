@@ -1,0 +1,174 @@
+"""A step of on-policy distillation with the teacher on the server, against two calls, taking turns.
+
+    python benchmarks/teacher.py [--no-bar] [--write] [--repeats 7] [--only tiny,default]
+
+A step learns from answers that are sampled already: 32 prompt tokens and 32 sampled ones each, new
+every time. In two calls a sampling client asks the teacher for the logprobs of every answer, makes
+advantages of them and sends these; in one call the server asks the teacher. Both end with an
+optimizer step. `teacher_tiny`: 64 answers on a random model of two layers, where calls cost most;
+`teacher_client_cpu`: what that takes of the client's process. `teacher_smollm2`: 8 answers on the
+default model. The arithmetic of fresh data is the same either way: one call saves the trip.
+`teacher_*_again`: the same data as in the step before, as in a second epoch over a data set: the
+server remembers what the teacher said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import report
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests" / name) for name in ("server", "harness")]
+from server_process import ServerProcess  # noqa: E402
+from tiny_llama import tiny_llama  # noqa: E402
+
+import tinkex  # noqa: E402
+from tinkex.engine.model import default_model  # noqa: E402
+
+PROMPT, ANSWER = 32, 32
+ADAM = tinkex.AdamParams(learning_rate=1e-5)
+Tokens = list[list[int]]
+
+
+@dataclass
+class Lesson:
+    """A student and its teacher, the base model itself."""
+
+    training: tinkex.TrainingClient
+    sampler: tinkex.SamplingClient
+    base: str
+    vocab_size: int
+    num_answers: int
+    rng: np.random.Generator
+
+    def answers(self) -> Tokens:
+        shape = self.num_answers, PROMPT + ANSWER
+        return [row.tolist() for row in self.rng.integers(3, self.vocab_size, shape)]
+
+    def data(self, answers: Tokens, **inputs: list[list[float]]) -> list[tinkex.Datum]:
+        q = [0.0] * (PROMPT - 1) + [-2.0] * ANSWER
+        return [
+            tinkex.Datum(
+                tinkex.ModelInput.from_ints(tokens[:-1]),
+                {
+                    "target_tokens": tokens[1:],
+                    "logprobs": q,
+                    **{name: rows[i] for name, rows in inputs.items()},
+                },
+            )
+            for i, tokens in enumerate(answers)
+        ]
+
+    def one_call(self, answers: Tokens) -> None:
+        weights = [[0.0] * (PROMPT - 1) + [1.0] * ANSWER] * len(answers)
+        data = self.data(answers, weights=weights)
+        done = self.training.forward_backward(data, "importance_sampling", teacher=self.base)
+        step = self.training.optim_step(ADAM)
+        done.result()
+        step.result()
+
+    def two_calls(self, answers: Tokens) -> None:
+        asked = [
+            self.sampler.compute_logprobs(tinkex.ModelInput.from_ints(tokens)) for tokens in answers
+        ]
+        scores = [future.result()[PROMPT:] for future in asked]
+        gaps = [[-2.0 - (t or 0.0) for t in row] for row in scores]
+        mean = statistics.fmean(gap for row in gaps for gap in row)
+        advantages = [[0.0] * (PROMPT - 1) + [mean - gap for gap in row] for row in gaps]
+        data = self.data(answers, advantages=advantages)
+        done = self.training.forward_backward(data, "importance_sampling")
+        step = self.training.optim_step(ADAM)
+        done.result()
+        step.result()
+
+
+@contextmanager
+def lesson(base: str, vocab_size: int, num_answers: int) -> Iterator[Lesson]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ServerProcess(
+            Path(folder), "--engine", "torch", "--device", "cpu", "--model", base, one_thread=False
+        ) as server,
+        tinkex.ServiceClient(base_url=server.base_url, api_key="tml-bench") as service,
+    ):
+        training = service.create_lora_training_client(base, rank=8, seed=0).result()
+        sampler = service.create_sampling_client(base_model=base).result()
+        rng = np.random.default_rng(0)
+        yield Lesson(training, sampler, base, vocab_size, num_answers, rng)
+
+
+Clock = Callable[[], float]
+
+
+def rounds(
+    taught: Lesson, repeats: int, clock: Clock, *, again: bool = False
+) -> tuple[float, float]:
+    """The medians of a step in one call and in two; `again`: each with the same data throughout."""
+    ways = (taught.one_call, taught.two_calls)
+    same = [taught.answers() for _ in ways]
+    spent: tuple[list[float], list[float]] = ([], [])
+    for number in range(repeats + 1):
+        for i, way in enumerate(ways):
+            answers = same[i] if again else taught.answers()
+            began = clock()
+            way(answers)
+            if number:  # the first of each is a warm-up
+                spent[i].append(clock() - began)
+    return statistics.median(spent[0]), statistics.median(spent[1])
+
+
+def tiny(repeats: int) -> Iterator[report.Figure]:
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_llama(Path(folder) / "tiny")
+        with lesson(str(Path(folder) / "tiny"), 97, 64) as taught:
+            one, two = rounds(taught, 3 * repeats, time.perf_counter)
+            note = f"64 answers of {PROMPT}+{ANSWER} tokens, two layers of 32"
+            yield report.Figure(
+                name="teacher_tiny", ours=one * 1e3, peer=two * 1e3, unit="ms", bar=1.3, note=note
+            )
+            one, two = rounds(taught, 3 * repeats, time.perf_counter, again=True)
+            yield report.Figure(
+                name="teacher_tiny_again", ours=one * 1e3, peer=two * 1e3, unit="ms", bar=1.3
+            )
+            one, two = rounds(taught, 3 * repeats, time.process_time)
+            yield report.Figure(
+                name="teacher_client_cpu", ours=one * 1e3, peer=two * 1e3, unit="ms", bar=1.3
+            )
+
+
+def default(repeats: int) -> Iterator[report.Figure]:
+    default_model.folder()
+    with lesson(default_model.NAME, 49_152, 8) as taught:
+        one, two = rounds(taught, repeats, time.perf_counter)
+        note = f"8 answers of {PROMPT}+{ANSWER} tokens"
+        yield report.Figure(
+            name="teacher_smollm2", ours=one, peer=two, unit="s", bar=1.3, note=note
+        )
+        one, two = rounds(taught, repeats, time.perf_counter, again=True)
+        yield report.Figure(name="teacher_smollm2_again", ours=one, peer=two, unit="s", bar=1.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", default="tiny,default", help="which figures, by comma")
+    options, _ = parser.parse_known_args()
+    figures: list[report.Figure] = []
+    for name, measure in (("tiny", tiny), ("default", default)):
+        if name in options.only.split(","):
+            figures += measure(options.repeats)
+    return report.finish("teacher", figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

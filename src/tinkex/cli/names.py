@@ -1,0 +1,149 @@
+"""The meaning of a name on the command line: a checkpoint, a run, a base model; on which server.
+
+A name means what it means to the server (`server/compat/model_names.py` has the order), which is
+asked by the route that OpenAI clients use. A run of this machine is known by its folder, too, which
+remembers its server and its last checkpoint; where nobody named a server, a name that no folder has
+is asked of the other servers of this machine as well. A folder, and a name with a slash, which is a
+model of the hub, are not asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+from tinkex.cli.address import detail_of, resolve_address, send
+from tinkex.cli.arguments import near_runs
+from tinkex.cli.state import State
+from tinkex.errors import ModelNotFoundError
+from tinkex.runs.names import NamedRun, find, find_path
+from tinkex.types.account.checkpoints import TinkerPath, is_tinker_path
+from tinkex.wire.endpoints import API
+from tinkex.wire.local_servers import (
+    SERVING,
+    is_alive,
+    private_data_folder,
+    read_record,
+    state_folder,
+)
+
+if TYPE_CHECKING:
+    import httpx
+
+
+def resolve(state: State, text: str, *, for_training: bool = False) -> str:
+    """A name as the path of a checkpoint, or as the base model that it is.
+
+    The state then talks to the server that has it.
+
+    Raises:
+        ModelNotFoundError: No server here knows it; the text has near names.
+    """
+    if is_tinker_path(text):
+        return text
+    if (run := find(text)) is not None:
+        state.go_to(run)
+        if (other := _of_server(state, text, run)) is not None:
+            return other
+        return find_path(text, for_training=for_training) or text
+    if "/" in text or Path(text).exists():
+        return text  # a model of the Hugging Face hub, or a folder or file of one
+    return _asked(state, text)
+
+
+def resolve_checkpoint(state: State, text: str) -> str:
+    """A name as the path of a checkpoint.
+
+    Raises:
+        ModelNotFoundError: It is none; the text has near names.
+    """
+    path = resolve(state, text)
+    if not is_tinker_path(path):
+        raise ModelNotFoundError(
+            f"{text!r} is neither a checkpoint, which looks like tinker://RUN/weights/NAME, nor a "
+            f"run.{near_runs(text)}"
+        )
+    return path
+
+
+def run_of(state: State, text: str) -> str:
+    """A run as its server knows it: by its id, or by the name it has there.
+
+    The state then talks to the server that has it. One that none has is left to the first of them,
+    which says so.
+    """
+    if is_tinker_path(text):
+        text = TinkerPath.parse(text).run_id
+    elif (run := find(text)) is not None:
+        state.go_to(run)
+        path = run.state_path or run.sampler_path
+        return TinkerPath.parse(path).run_id if path else text
+    servers = list(_servers(state))
+    if len(servers) > 1:
+        route = f"{API}/training_runs/{quote(text, safe='')}"
+        has_run = (one for one in servers if _get(one, route).status_code == 200)
+        state.base_url = next(has_run, state.base_url)
+    return text
+
+
+def servers_here() -> list[str]:
+    """The servers of this machine that have runs of this user: private, and `tinkex serve`."""
+    private = private_data_folder()
+    found = ["local"] if (private / "tinkex.db").exists() else []
+    for file in sorted((state_folder() / SERVING).glob("*.json")):
+        record = read_record(file)
+        is_other = record.get("data_dir") != str(private.resolve())
+        if is_other and record.get("needs_key") is False and is_alive(record.get("pid")):
+            found.append(str(record.get("base_url")))
+    return found
+
+
+def _of_server(state: State, text: str, run: NamedRun) -> str | None:
+    """The meaning of a run's name to its server, where that is not this run.
+
+    A base model or a checkpoint may have the same name, or a newer run that another program made.
+    """
+    if not run.is_named or "/" in text or Path(text).is_dir():
+        return None  # its folder was named
+    answer = _get(state.base_url, f"/v1/models/{quote(text, safe='')}")
+    if answer.status_code != 200:
+        return None  # its server calls it otherwise, or is none of ours
+    path = answer.json().get("path")
+    if path is None:
+        return text
+    own = {TinkerPath.parse(one).run_id for one in (run.state_path, run.sampler_path) if one}
+    return None if TinkerPath.parse(path).run_id in own else str(path)
+
+
+def _asked(state: State, text: str) -> str:
+    first = ""
+    base_model = None
+    for server in _servers(state):
+        answer = _get(server, f"/v1/models/{quote(text, safe='')}")
+        if answer.status_code == 200 and (path := answer.json().get("path")):
+            state.base_url = server
+            return str(path)
+        if answer.status_code == 200 or answer.status_code not in (404, 400):
+            # The server offers such a base model, or is none of ours and will say what it knows.
+            base_model = base_model or (server, text)
+        else:
+            first = first or detail_of(answer)
+    if base_model is not None:
+        state.base_url = base_model[0]
+        return text
+    raise ModelNotFoundError(f"{first}{near_runs(text)}")
+
+
+def _get(server: str | None, route: str) -> httpx.Response:
+    with resolve_address(State(base_url=server)) as (base_url, key):
+        return send("GET", base_url, route, key)
+
+
+def _servers(state: State) -> Iterator[str | None]:
+    """The server of a command; where none was named, the others of this machine after it."""
+    yield state.base_url
+    config = state.config(patient=False)
+    if config.base_url == "local" and not config.is_private:  # neither by flag nor environment
+        yield from servers_here()

@@ -1,0 +1,159 @@
+"""Runs of the private server: deleted, adopted by another one, called by name, resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+
+import httpx
+import pytest
+
+from tinkex import ServiceClient
+from tinkex.cli.names import resolve
+from tinkex.cli.state import State
+from tinkex.client.session import embedded_server, holder
+from tinkex.contract.models import DEFAULT_MODEL
+from tinkex.wire.local_servers import read_record
+
+pytestmark = pytest.mark.usefixtures("default_model_dir")
+SFT = ("--batch-size", "2", "--epochs", "1", "--rank", "2", "--eval-share", "0")
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Say {i}", "completion": f"{i} it is"} for i in range(4)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def machine(cli, data, tmp_path, monkeypatch):
+    """A machine without any server: commands start the private one."""
+    home = tmp_path / "home"
+    (home / "server").mkdir(parents=True)
+    monkeypatch.delenv("TINKER_BASE_URL")
+    monkeypatch.setenv("TINKEX_HOME", str(home))
+    monkeypatch.setenv("TINKEX_LOCAL_ENGINE", "toy")
+    monkeypatch.setattr(embedded_server, "IDLE_S", 0.5)
+    # A process has one client of the private server; that of an earlier machine must not be met.
+    monkeypatch.setattr(holder, "_shared", weakref.WeakValueDictionary())
+    return home
+
+
+def end_private(home) -> None:
+    """As a reboot does."""
+    pid = read_record(home / "local-toy.json")["pid"]
+    for child in embedded_server._children:
+        if child.pid == pid:
+            child.kill()
+            child.wait()
+
+
+def test_a_deleted_run_is_gone_and_its_name_is_free(cli, machine, data):
+    assert cli("train", "sft", data, *SFT, "--name", "own").code == 0
+    asked = cli("run", "delete", "own")  # nobody answers
+    assert (asked.code != 0, "for good?" in asked.err) == (True, True), (asked.out, asked.err)
+    deleted = cli("run", "delete", "own", "--yes", "--json")
+    assert (deleted.code, deleted.json["num_checkpoints"] > 0) == (0, True), deleted.err
+    assert "runs/own" in deleted.err, "the log folder stays"
+    assert cli("run", "list", "--json").json["runs"] == []
+    again = cli("run", "delete", "own", "--yes")
+    assert (again.code, "No training run 'own'" in again.err) == (1, True), again.err
+
+
+def test_what_was_trained_privately_is_adopted_by_a_server_with_keys(
+    cli, machine, data, start_server
+):
+    assert cli("train", "sft", data, *SFT, "--name", "own").code == 0
+    end_private(machine)
+    target = machine / "server"
+    assert cli("keys", "add", "--user", "ann", "--data-dir", target).code == 0
+    refused = cli("admin", "adopt", machine / "local-toy", "--data-dir", target)
+    assert (refused.code, "--owner USER" in refused.err) == (1, True), refused.err
+    told = ("--owner", "ann", "--data-dir", target, "--json")
+    adopted = cli("admin", "adopt", machine / "local-toy", *told)
+    assert [run["name"] for run in adopted.json["adopted"]] == ["own"], adopted.err
+    key = cli("keys", "add", "--user", "ann", "--data-dir", target, "--json").json["key"]
+    with start_server(target, "--engine", "toy") as base_url:
+        os.environ["TINKER_API_KEY"] = key
+        try:
+            listed = cli("run", "list", "--json", "--base-url", base_url).json["runs"]
+            assert [run["name"] for run in listed] == ["own"]
+        finally:
+            del os.environ["TINKER_API_KEY"]
+
+
+def test_a_renamed_run_of_another_server_is_found_by_its_new_name(
+    cli, machine, data, start_server, monkeypatch
+):
+    """While the private server runs, which is the first to be asked and does not have it."""
+    with start_server(
+        machine / "server", "--engine", "toy", env={"TINKEX_HOME": str(machine)}
+    ) as url:
+        for name, server in (("served", url), ("own", "local")):
+            ran = cli("train", "sft", data, *SFT, "--name", name, "--base-url", server)
+            assert ran.code == 0, ran.err
+        with ServiceClient(base_url="local"):  # keeps the private server running
+            renamed = cli("run", "rename", "served", "caps", "--json").json
+            noted = cli("run", "note", "caps", "first", "--json")
+            assert (noted.code, noted.json["note"]) == (0, "first"), noted.err
+            for text in ("caps", renamed["training_run_id"], "served"):
+                told = cli("run", "info", text, "--json").json
+                assert told["training_run_id"] == renamed["training_run_id"]
+            assert "No training run 'nobody'" in cli("run", "info", "nobody").err
+            assert "No training run 'caps'" in cli("run", "info", "caps", "--base-url", "local").err
+            monkeypatch.setenv("TINKER_BASE_URL", "local")
+            assert "No training run 'caps'" in cli("run", "info", "caps").err, "one is named"
+
+
+@pytest.mark.parametrize("name", ["small", "letters", "caps"])
+def test_a_name_means_the_same_to_the_command_line_and_to_openai_clients(
+    cli, machine, data, start_server, name
+):
+    """A local run is called like a base model, like a named checkpoint, like a newer run."""
+    ran = cli("train", "sft", data, *SFT, "--name", name, "--json")
+    assert ran.code == 0, ran.err
+    end_private(machine)
+    folder = machine / "local-toy"
+    flags = ("--engine", "toy", "--model", DEFAULT_MODEL, "--alias", f"small={DEFAULT_MODEL}")
+    with start_server(folder, *flags, env={"TINKEX_HOME": str(machine)}) as base_url:
+        with ServiceClient(base_url=base_url, api_key="tml-x") as service:
+            training = service.create_lora_training_client(DEFAULT_MODEL, rank=2, name="caps")
+            path = training.save_weights_for_sampler("newer").result().path
+            service.create_rest_client().name_checkpoint(path, "letters").result()
+        told = httpx.get(f"{base_url}/v1/models/{name}").json()["path"]
+        assert told == (None if name == "small" else path)
+        assert resolve(State(), name) == (told or "small")
+        listed = httpx.get(f"{base_url}/v1/models").json()["data"]
+        parents = {model["id"]: model["parent"] for model in listed}
+        assert {parents.pop("small"), parents.pop(DEFAULT_MODEL)} == {None}
+        assert {"letters", "caps"} <= parents.keys()
+        assert set(parents.values()) == {DEFAULT_MODEL}
+        missed = httpx.get(f"{base_url}/v1/models/letter").json()
+        assert "'letters'" in str(missed)
+        assert "letters" in cli("chat", "letter", "-p", "Hi").err
+
+
+@pytest.mark.parametrize("changed", ["by somebody else", "afterwards"])
+def test_the_code_that_a_foreign_folder_names_is_not_run(cli, machine, data, changed, monkeypatch):
+    code = "from pathlib import Path\n\n"
+    code += "def reward(completion):\n    Path('ran').write_text('x')\n    return 1.0\n"
+    code += "def prompts():\n    return [{'prompt': 'Hi'}] * 2\n"
+    for name in ("mine.py", "evil.py"):
+        (data.parent / name).write_text(code)
+    flags = ("--steps", "1", "--prompts-per-step", "1", "--group-size", "2", "--max-tokens", "2")
+    ran = cli("train", "rl", "mine.py:reward", *flags, "--rank", "2", "--log-dir", "log")
+    assert ran.code == 0, ran.err
+    assert cli("train", "resume", "log").code == 0, "one's own goes on"
+    (data.parent / "ran").unlink(missing_ok=True)
+    if changed == "afterwards":
+        command = data.parent / "log" / "command.json"
+        command.write_text(command.read_text().replace("mine.py", "evil.py"))
+    else:
+        (machine / "commands.key").unlink()  # as on another machine
+    refused = cli("train", "resume", "log")
+    assert (refused.code, "was not typed by you" in refused.err) == (1, True), refused.err
+    assert not (data.parent / "ran").exists()
