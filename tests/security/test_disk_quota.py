@@ -266,7 +266,7 @@ async def test_a_restart_counts_the_same(tmp_path: Path) -> None:
         saved = await world.ok("save_weights", save_body(model, seq_id, "first"), **ANN)
         await world.result(saved, **ANN)
         await world.service.park_session(model.split(":")[0])
-        await world.service.store.call(world.service.store.flush)
+        await world.service.ends.caught_up()
         before = world.service.store.stored.of("ann")
     async with open_app(tmp_path, api_keys=KEYS) as world:
         assert world.service.store.stored.of("ann") == before

@@ -52,9 +52,6 @@ async def test_a_trace_shows_passes_steps_saves_samples_and_refusals(tmp_path: P
             answer = await world.post("create_model", more, key="tml-ann")
             assert answer.status_code == 429
 
-        world.parts.service.ends.flush()  # ends are written a moment later
-        world.parts.store.flush()
-
         async def slices(path: str):
             link = await world.http.get(f"/api/v1/{path}", headers={"X-API-Key": "tml-ann"})
             return perfetto_slices((await world.http.get(link.json()["url"])).content)

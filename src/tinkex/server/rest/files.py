@@ -122,6 +122,7 @@ async def session_trace(service: Service, session_id: str, run_id: str | None) -
     if run_id is not None:
         models = [model for model in models if model.model_id == run_id]
     ids = [model.model_id for model in models]
+    await service.ends.caught_up()  # a client may know the end of a request before the journal
     ops = await store.call(store.journal.timings, ids, MAX_REQUESTS)
     spans = service.timelines.of_user(session.user_id)
     return await asyncio.to_thread(trace_of, session, models, ops[::-1], spans)

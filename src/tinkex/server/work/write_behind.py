@@ -87,6 +87,11 @@ class WriteBehind:
 
         self._journal.note([note for note, _ in notes]).add_done_callback(look)
 
+    async def caught_up(self) -> None:
+        """Wait until the journal has answered for everything put before."""
+        self.flush()
+        await asyncio.wrap_future(self._journal.note(()))  # the store answers in order
+
     def _look(
         self, notes: list[tuple[Note, Then | None]], done: Future[list[BaseException | None]]
     ) -> None:
