@@ -28,6 +28,14 @@ def test_an_appended_op_survives_a_store_that_is_never_closed(url: str) -> None:
     crashed.close()
 
 
+def test_the_store_goes_on_when_nobody_waits_for_a_write_any_more(store: Store) -> None:
+    """A client that hangs up cancels its wait; the writer's thread died of such a future."""
+    left = store.journal.append(op(1))
+    left.cancel()
+    assert store.journal.append(op(2)).result(timeout=60)
+    assert left.result(timeout=60)
+
+
 def test_a_repeat_leaves_the_first_row_as_it_is(store: Store) -> None:
     first = store.journal.append(op(1)).result(timeout=60)
     again = store.journal.append(op(1, request_id="other")).result(timeout=60)

@@ -126,6 +126,9 @@ class GroupWriter:
         self._thread.join()
 
     def _put(self, write: _Write) -> Future[Any]:
+        # Whoever waits may go away (a client hangs up); the write is made all the same, and its end
+        # must find a future that can be told of it: the thread would die of one that was cancelled.
+        write.future.set_running_or_notify_cancel()
         with self._wake:
             if self._closing:
                 raise StoreClosedError("The store is closed; open it again before writing.")
