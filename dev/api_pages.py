@@ -137,10 +137,12 @@ def _page(title: str, text: str, names: Iterable[str]) -> str:
 
 
 def _entry(path: str) -> str:
-    """A class or function, and the parameters that mean the same in all of its calls."""
-    shared = explanations.unsaid(pydoc.locate(path))
-    lines = [f"| `{name}` | {_escaped(says)} |" for name, says in shared.items()]
-    head = ["", "Parameters whose meaning is the same in all calls:", "", "| | |", "|---|---|"]
+    """A class or function, and the parameters that its docstrings leave out."""
+    lines = [
+        f"| `{name}`{f' of `{method}`' if method else ''} | {_escaped(says)} |"
+        for (name, method), says in explanations.unsaid(pydoc.locate(path)).items()
+    ]
+    head = ["", "Parameters, unless a call says otherwise:", "", "| | |", "|---|---|"]
     return f"\n::: {path}\n" + ("\n".join([*head, *lines, ""]) if lines else "")
 
 
@@ -198,8 +200,7 @@ def _table(value: Any) -> str:
 def _fields(value: type) -> Iterator[tuple[str, str, str, str]]:
     if issubclass(value, BaseModel):
         for name, field in value.model_fields.items():
-            said = _escaped(explanations.explained(value, name))
-            says = _declared(value).get(name) or f"{said} {_says(field)}".strip()
+            says = f"{meaning(value, name, field)} {_bounds(value, name, field)}".strip()
             yield name, _shown_type(field.annotation), _default(field), says
         return
     if value.__init__ is object.__init__ or value is typing.Any:
@@ -209,7 +210,7 @@ def _fields(value: type) -> Iterator[tuple[str, str, str, str]]:
             continue
         kind = str(parameter.annotation).replace(" | ", " or ") if parameter.annotation else "Any"
         default = "required" if parameter.default is parameter.empty else f"`{parameter.default!r}`"
-        yield name, _short(kind), default, _escaped(explanations.explained(value, name))
+        yield name, _short(kind), default, meaning(value, name)
 
 
 def _declared(value: type) -> dict[str, str]:
@@ -241,12 +242,22 @@ def _default(field: FieldInfo) -> str:
     return "not sent" if text.startswith("<") or "Sentinel" in text else f"`{text}`"
 
 
-def _says(field: FieldInfo) -> str:
-    rules = [
-        f"{str(mark).capitalize()}." for mark in field.metadata if type(mark).__name__ == "Between"
-    ]
-    said = [mark for mark in field.metadata if isinstance(mark, str)]
-    return _escaped(" ".join([*said, *rules, *([field.description] if field.description else [])]))
+def meaning(value: type, name: str, field: FieldInfo | None = None) -> str:
+    """What a field means, without its bounds; empty where nothing says so."""
+    if declared := _declared(value).get(name):
+        return declared
+    said = explanations.in_docstring(value, name)
+    if field is not None and not said:
+        marks = [mark for mark in field.metadata if isinstance(mark, str)]
+        said = " ".join(filter(None, (*marks, field.description)))
+    return _escaped(said or explanations.by_glossary(value, name))
+
+
+def _bounds(value: type, name: str, field: FieldInfo) -> str:
+    if name in _declared(value):  # their texts end with their bounds
+        return ""
+    between = (mark for mark in field.metadata if type(mark).__name__ == "Between")
+    return " ".join(f"{str(mark).capitalize()}." for mark in between)
 
 
 def _shown_type(annotation: Any) -> str:

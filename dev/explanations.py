@@ -3,8 +3,8 @@
 A parameter is explained once, as near to it as it goes: in the `Args:` of its function or class, in
 the docstring under its field, in the declaration of `tinkex.contract`. Names that mean the same
 everywhere (`base_model`, `limit`, `options`) are explained in glossary.txt instead of in every
-docstring; `Class.name` there is of one class. The pages of docs/api show what is found here, and
-tests/docs/test_api.py fails for a parameter without an explanation.
+docstring; `Class.name` there is of one class, `Class.method.name` of one call. The pages of
+docs/api show what is found here; tests/docs/test_api.py fails for a parameter without one.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 @functools.cache
 def glossary() -> dict[str, str]:
-    """The sentences of glossary.txt, by `name` or `Class.name`."""
+    """The sentences of glossary.txt, by `name`, `Class.name` or `Class.method.name`."""
     lines = (Path(__file__).parent / "glossary.txt").read_text(encoding="utf-8").splitlines()
     entries = (line.partition(": ") for line in lines if line and not line.startswith("#"))
     return {name: text for name, _, text in entries}
@@ -114,10 +114,9 @@ def at_its_place(owner: Any, function: Callable[..., Any], name: str) -> str:
     return args_of(owner.__doc__).get(name) or fields_of(owner).get(name, "")
 
 
-def explained(owner: Any, name: str) -> str:
-    """The explanation of a field in its docstring or in the glossary; empty where there is none."""
-    said = fields_of(owner).get(name) or args_of(owner.__doc__).get(name)
-    return said or by_glossary(owner, name)
+def in_docstring(owner: Any, name: str) -> str:
+    """The docstring under a field, or its line in the docstring of the class."""
+    return fields_of(owner).get(name) or args_of(owner.__doc__).get(name) or ""
 
 
 def by_glossary(owner: Any, name: str) -> str:
@@ -126,11 +125,16 @@ def by_glossary(owner: Any, name: str) -> str:
     return next((text for text in of_class if text), "") or glossary().get(name, "")
 
 
-def unsaid(owner: Any) -> dict[str, str]:
-    """Parameters of a class or function that no docstring explains, with their explanations."""
+def unsaid(owner: Any) -> dict[tuple[str, str], str]:
+    """Explanations of the parameters that no docstring explains, by (parameter, method).
+
+    The method is empty for those that mean the same in all calls of the class.
+    """
     found = {}
-    for _, function in callables_of(owner):
+    for method, function in callables_of(owner):
         for name in parameters(function):
-            if not at_its_place(owner, function, name):
-                found[name] = by_glossary(owner, name)
+            if at_its_place(owner, function, name):
+                continue
+            of_call = by_glossary(owner, f"{method}.{name}") if method else ""
+            found[name, method if of_call else ""] = of_call or by_glossary(owner, name)
     return dict(sorted(found.items()))

@@ -41,29 +41,66 @@ def test_every_public_name_is_in_the_reference(api):
     assert public - modules - told == set()
 
 
-def test_every_parameter_and_field_is_explained(api):
-    """In its docstring, or once for all of its name in dev/glossary.txt."""
+@pytest.fixture(scope="module")
+def meanings(api):
+    """The explanation of every parameter and field, by `Class(parameter)` or `Class.field`."""
     import api_pages
     import explanations
 
     names = re.findall(r"^::: (\S+)$", "\n".join(api.values()), re.M)
     owners = {name: pydoc.locate(name) for name in names}
-    taken = {
-        f"{name}({parameter})": said
+    found = {
+        (f"{name}({method}: {parameter})", parameter): said
         for name, owner in owners.items()
         if not inspect.ismodule(owner)
-        for parameter, said in explanations.unsaid(owner).items()
+        for (parameter, method), said in explanations.unsaid(owner).items()
     }
-    assert len(taken) > 100
-    assert [name for name, said in taken.items() if not said] == []
-    fields = {
-        f"{name}.{field}": said
-        for name in tinkex.types.__all__
-        if inspect.isclass(kind := getattr(tinkex.types, name)) and not issubclass(kind, enum.Enum)
-        for field, _, _, said in api_pages._fields(kind)
+    assert len(found) > 100
+    kinds = [getattr(tinkex.types, name) for name in tinkex.types.__all__]
+    kinds = [kind for kind in kinds if inspect.isclass(kind) and not issubclass(kind, enum.Enum)]
+    for kind in kinds:
+        fields = getattr(kind, "model_fields", {})
+        for name, *_ in api_pages._fields(kind):
+            meaning = api_pages.meaning(kind, name, fields.get(name))
+            found[f"{kind.__name__}.{name}", name] = meaning
+    assert len(found) > 600
+    return found
+
+
+def test_every_parameter_and_field_is_explained(meanings):
+    """In its docstring, or in dev/glossary.txt; its bounds alone are no explanation."""
+    assert [where for (where, _), said in meanings.items() if not said] == []
+
+
+FILLERS = {"a", "an", "and", "are", "as", "at", "by", "for", "in", "is", "it", "of", "on", "that"}
+FILLERS |= {"the", "thi", "to", "wa", "were", "what", "which", "with"}  # without their plural
+
+
+def words(text: str) -> set[str]:
+    """The words of a text without their plural."""
+    return {word.removesuffix("s") for word in re.findall(r"[a-z0-9]+", text.lower())}
+
+
+def test_an_explanation_says_more_than_the_name(meanings):
+    """`text`: "The text." and `user_id`: "The id of the user." were explanations once."""
+    repeated = {
+        where: said
+        for (where, name), said in meanings.items()
+        if not words(said) - FILLERS - words(name.replace("_", " "))
     }
-    assert len(fields) > 500
-    assert [name for name, said in fields.items() if not said] == []
+    assert repeated == {}
+
+
+def test_a_word_of_several_meanings_has_that_of_its_class(meanings):
+    """The `path` of an error was explained as that of a checkpoint, its `request` as a search."""
+    said = {where.removeprefix("tinkex."): text for (where, _), text in meanings.items()}
+    assert "field that is wrong" in said["errors.InvalidInputError(: path)"]
+    assert "HTTP request" in said["errors.APIStatusError(: request)"]
+    assert "tags" in said["ServiceClient(: kwargs)"]
+    assert "logprobs" in said["regularizers.Entropy(: temperature)"]
+    assert "Only 1" in said["TrainingClient(forward_backward_reverse_kl: temperature)"]
+    assert "one check" in said["RunMonitor(: timeout_s)"]
+    assert "Without effect" in said["TrainingClient(save_weights_and_get_sampling_client: name)"]
 
 
 def test_no_entry_of_the_glossary_is_left_over(api):
@@ -76,8 +113,9 @@ def test_no_entry_of_the_glossary_is_left_over(api):
     owners |= {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", pages, re.M)}
     for entry, text in explanations.glossary().items():
         assert text.endswith("."), entry
-        owner, _, name = entry.rpartition(".")
-        assert f"| `{name}` |" in pages, f"nothing is called {entry}"
+        owner, *method, name = entry.split(".") if "." in entry else ("", entry)
+        assert not method or f"| `{name}` of `{method[0]}` |" in pages, entry
+        assert f"| `{name}` |" in pages or method, f"nothing is called {entry}"
         assert not owner or owner in owners, entry
     assert api_pages.HEAD in pages
 
