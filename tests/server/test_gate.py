@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tinkex.server.fairness.gate import FairGate
+from tinkex.server.fairness.gate import MAX_REMEMBERED, FairGate
 
 
 async def test_a_newcomer_waits_for_one_request_not_for_the_whole_queue() -> None:
@@ -77,3 +77,19 @@ async def test_it_says_about_how_many_are_ahead() -> None:
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_who_waits_is_served_however_many_users_come_meanwhile() -> None:
+    """The eighth slot is for users who hold few: they pass one who holds many and waits."""
+    gate = FairGate(8)
+    for _ in range(7):
+        await gate.acquire("greedy")
+    waiting = asyncio.create_task(gate.acquire("greedy"))
+    await asyncio.sleep(0)
+    for number in range(2 * MAX_REMEMBERED + 2):
+        newcomer = f"user-{number // 2}"
+        await gate.acquire(newcomer, cost=10.0)
+        gate.release(newcomer)
+    assert gate.num_waiting == 1
+    gate.release("greedy")
+    await asyncio.wait_for(waiting, 60)

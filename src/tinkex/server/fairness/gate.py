@@ -14,6 +14,9 @@ from collections import Counter
 
 from tinkex.server.fairness.line import Slot, Ticket, TicketLine, take_from
 
+MAX_REMEMBERED = 10_000
+"""With more users than this, those who neither wait nor are ahead of the others are forgotten."""
+
 
 class FairGate:
     """`async with gate.slot(user, cost):` waits for a slot and gives it back."""
@@ -26,6 +29,7 @@ class FairGate:
         self._order: list[tuple[float, str]] = []  # a heap with one entry per user in `_ordered`
         self._ordered: set[str] = set()  # users in line, and those who left it without a slot
         self._now = 0.0  # the virtual time of the last user served
+        self._forget_above = MAX_REMEMBERED
         self.resize(num_slots)
 
     def resize(self, num_slots: int) -> None:
@@ -112,5 +116,12 @@ class FairGate:
         start = max(self._used.get(user, 0.0), self._now)
         self._now = start
         self._used[user] = start + cost
-        if len(self._used) > 10_000:  # users at rest start from `_now` anyway
-            self._used = {name: used for name, used in self._used.items() if used > self._now}
+        if len(self._used) > self._forget_above:
+            # Users at rest start from `_now` anyway. Those in line are asked for theirs; one who
+            # holds many slots waits while newcomers pass, so `_now` may be beyond it.
+            self._used = {
+                name: used
+                for name, used in self._used.items()
+                if used > self._now or name in self._lines
+            }
+            self._forget_above = max(MAX_REMEMBERED, 2 * len(self._used))
