@@ -161,10 +161,10 @@ custom_losses = _table(
     key=("loss_id",),
 )
 
-# Empty text, or key 0, stands for "not known": NULLs never conflict, so they cannot be part of a
-# primary key.
 budgets = _table("budgets", records.SpendingBudget, key=("scope", "subject", "unit"))
 
+# Empty text, or key 0, stands for "not known": NULLs never conflict, so they cannot be part of a
+# primary key.
 usage = Table(
     "usage",
     metadata,
