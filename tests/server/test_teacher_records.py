@@ -11,7 +11,7 @@ from app_world import AppWorld
 from server_process import ServerProcess
 from wire_client import PROTO, WireClient, loss_of, train_body
 
-from tinkex.server.work.score_cache import ScoreCache
+from tinkex.server.jobs.score_cache import ScoreCache
 from tinkex.wire import tinker_public_pb2 as pb
 
 TOKENS = [3, 4, 5, 6, 7]

@@ -1,7 +1,7 @@
 """Logprobs of teachers that were computed before, by a digest of what they are of.
 
 Bounded by bytes. Whoever asks makes the key, of the bytes that were scored and of names that the
-server chose; see `teachers`.
+server chose; see `work.teachers`.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from tinkex.server.guard.budgets import Prices, SpendingBudgets
 from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.guard.quotas import Quotas
 from tinkex.server.jobs import validation
+from tinkex.server.jobs.score_cache import ScoreCache
 from tinkex.server.operations.table import make_operations
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.process.disk import Room
@@ -46,7 +47,6 @@ from tinkex.server.work.operation import Operation
 from tinkex.server.work.results import Results
 from tinkex.server.work.sample_queue import SampleQueue
 from tinkex.server.work.sampling_sessions import SamplingSessions
-from tinkex.server.work.score_cache import ScoreCache
 from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.catalog import Catalog
 from tinkex.server.workers.pool import Pool
@@ -115,14 +115,7 @@ class Service:
         )
         self.samples = SampleQueue(self._deps, self.finished_logs, self.kept)
         self.operations = make_operations(self._deps)
-        self._snapshots = SnapshotFiles(
-            store=store,
-            ends=self.ends,
-            folders=shelf.folders,
-            disk_quota=shelf.disk_quota,
-            every_requests=config.snapshot_every_ops,
-            every_s=config.snapshot_every_s,
-        )
+        self._snapshots = self._snapshot_files()
         self._inboxes: dict[str, Inbox] = {}  # of every model that is in memory, with its lane
         # A lock lives as long as somebody holds it or waits for it.
         self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -153,6 +146,16 @@ class Service:
             teacher_scores=ScoreCache(),
             auth=auth,
             failed_logins=failed_logins,
+        )
+
+    def _snapshot_files(self) -> SnapshotFiles:
+        return SnapshotFiles(
+            store=self.store,
+            ends=self.ends,
+            folders=self.shelf.folders,
+            disk_quota=self.shelf.disk_quota,
+            every_requests=self.config.snapshot_every_ops,
+            every_s=self.config.snapshot_every_s,
         )
 
     # ------------------------------------------------------------------------ life

@@ -12,6 +12,7 @@ from tinkex.server.files.disk_quota import DiskQuota
 from tinkex.server.guard.auth import Auth
 from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.guard.quotas import Quotas
+from tinkex.server.jobs.score_cache import ScoreCache
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.process.disk import Room
 from tinkex.server.runs.curves import LiveCurves
@@ -23,7 +24,6 @@ from tinkex.server.work.gated_pool import GatedPool
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.results import Results
 from tinkex.server.work.sampling_sessions import SamplingSessions
-from tinkex.server.work.score_cache import ScoreCache
 from tinkex.server.work.write_behind import WriteBehind
 from tinkex.server.workers.catalog import Catalog
 from tinkex.store import Store

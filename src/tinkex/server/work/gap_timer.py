@@ -1,4 +1,4 @@
-"""Requests that wait for a number which never comes fail after a while, instead of for ever."""
+"""A limit on how long requests wait for a number that never comes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from tinkex.server.work.request_queue import RequestQueue
 
 
 class GapTimer:
+    """Fails what waits behind a gap after a while, instead of letting it wait for ever."""
+
     def __init__(
         self,
         queue: RequestQueue,
@@ -20,6 +22,14 @@ class GapTimer:
         self._queue, self._model_id = queue, model_id
         self._limit_s, self._fail_all = limit_s, fail_all
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why the requests behind a gap wait, for a person."""
+        return (
+            f"waiting for seq_id {self._queue.numbers.next} of {self._model_id}, which has not "
+            f"arrived; {len(self._queue)} later requests wait for it"
+        )
 
     def watch(self, *, is_idle: bool) -> None:
         """Begin to wait when an idle lane has a gap, and stop when it has none."""

@@ -31,6 +31,7 @@ from tinkex.server.work.flights import Flight, Flights
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.gap_timer import GapTimer
 from tinkex.server.work.job_builder import JobBuilder
+from tinkex.server.work.metering import count_request
 from tinkex.server.work.model_state import ModelState
 from tinkex.server.work.operation import Conclusion, Operation
 from tinkex.server.work.queued_request import QueuedRequest
@@ -221,10 +222,7 @@ class Lane:
                 return f"waiting for a free worker; about {waiting} requests ahead"
             return request.progress or "running"
         if self.queue.head is None and not self._flights:
-            return (
-                f"waiting for seq_id {self.queue.numbers.next} of {self.model.model_id}, which has "
-                f"not arrived; {len(self.queue)} later requests wait for it"
-            )
+            return self.gap_timer.reason
         head = self._flights.head
         progress = head.request.progress if head is not None else ""
         ahead = f"{self.queue.num_ahead(request)} requests ahead"
@@ -371,14 +369,7 @@ class Lane:
             self.queue.retire(request)
             self._snapshot_due |= self._state.note(operation, compute_s, request.size_bytes)
             return
-        part, key_id = operation.part_of_step, request.key_id
-        model, budgets = self.model, self._deps.open_work.budgets
-        used_s = self._deps.curves.worked(model, key_id, part, request.started_at, ended_at)
-        owner = model.user_id, key_id, model.model_id, model.base_model
-        budgets.count(*owner, {"device_seconds": used_s})
-        amount = sum(operation.tokens(request.checked).values()) or 1
-        base_model = self._deps.catalog.engine_name(model.base_model)
-        self._deps.rates.note(base_model, operation.name, amount, used_s)
+        count_request(self._deps, self.model, request, ended_at)
         try:
             run = self._jobs.run_of(request, self.model)
             concluded = await operation.conclude(request.checked, run, job, result)

@@ -10,7 +10,7 @@ from tinkex.engine.jobs import Event, Job, Progress
 from tinkex.server.guard.budgets import NOTHING, Reservation
 from tinkex.server.work.futures import Promise, is_loading
 from tinkex.server.work.operation import Operation
-from tinkex.server.work.suspicion import Suspicion
+from tinkex.server.workers.suspicion import Suspicion
 
 logger = logging.getLogger(__name__)
 Mode = Literal["run", "replay", "skip"]

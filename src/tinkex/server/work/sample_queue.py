@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import logging
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,14 +25,13 @@ from tinkex.server.files.checkpoints import parse_path
 from tinkex.server.guard.budgets import BudgetError, Reservation
 from tinkex.server.jobs import encode, validation
 from tinkex.server.process.problems import ApiError
-from tinkex.server.runs.rates import PREFILL, SAMPLE
-from tinkex.server.runs.timeline import SAMPLE_PARTS, SAMPLES, SAMPLES_WAIT, TimelineSpan
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.finished_logs import FinishedLogs
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.kept_results import KeptResults
+from tinkex.server.work.metering import count_sample, run_of, sample_spans
 from tinkex.server.work.sample_run import SampleRun
-from tinkex.store import SamplingSession, UsageKind, User
+from tinkex.store import SamplingSession, User
 from tinkex.types import SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -141,7 +139,7 @@ class SampleQueue:
         validation.check_result_size(job, weights.info, self._deps.config.max_sample_bytes)
         counts = _most(job, weights.info)
         reserve = self._deps.open_work.budgets.reserve
-        return job, partial(reserve, user.user_id, user.key_id, _run_of(session), counts)
+        return job, partial(reserve, user.user_id, user.key_id, run_of(session), counts)
 
     def _check_room(self, user_id: str) -> None:
         """Refuse a sample when too many wait, in all or of this user.
@@ -244,48 +242,12 @@ class SampleQueue:
         except Exception as exc:
             logger.exception("sample %s failed", run.promise.request_id)
             return Outcome(error=f"The server failed: {exc}", category="server")
-        self._count(run, result)
+        count_sample(self._deps, run, result)
         if run.reservation.parts:  # a budget must know of it even if this process is killed now
             await self._deps.store.call(self._deps.store.usage.flush)
-        self._deps.timelines.add(run.user_id, _spans(run, result))
+        self._deps.timelines.add(run.user_id, sample_spans(run, result))
         self._keep_rollout(run, result)
         return Outcome(kind="sample", payload=encode.sample_payload(result))
-
-    def _count(self, run: SampleRun, result: SampleResult) -> None:
-        session, cached = run.session, result.prompt_cache_hit_tokens
-        counts: dict[UsageKind, float] = {
-            "sampling_prefill": result.num_prompt_tokens - cached,
-            "sampling_prefill_cached": cached,
-            "sampling_sample": result.num_sampled_tokens,
-            "device_seconds": result.device_seconds,
-        }
-        run_id, base_model = _run_of(session), session.base_model
-        self._deps.store.usage.add_kinds(
-            {kind: count for kind, count in counts.items() if count},
-            user_id=run.user_id,
-            session_id=session.session_id,
-            model_id=run_id,
-            base_model=base_model,
-            key_id=run.key_id,
-        )
-        budgets = self._deps.open_work.budgets
-        budgets.count(run.user_id, run.key_id, run_id, base_model, counts)
-        self._note_rates(base_model, result)
-        # Before the result is told: the next request of its client must find the room.
-        budgets.release(run.reservation)
-
-    def _note_rates(self, base_model: str, result: SampleResult) -> None:
-        """Note how long a prompt and its answers took: their shares of the passes they were in."""
-        base_model = self._deps.catalog.engine_name(base_model)
-        computed = result.num_prompt_tokens - result.prompt_cache_hit_tokens
-        spans = {name: ended_at - began_at for name, began_at, ended_at, _ in result.turns}
-        whole = sum(spans.values()) or 1.0
-        for work, span, amount in (
-            (PREFILL, "prefill", computed),
-            (SAMPLE, "decode", result.num_sampled_tokens),
-        ):
-            seconds = result.device_seconds * spans.get(span, 0.0) / whole
-            self._deps.rates.note(base_model, work, amount, seconds)
 
     def _keep_rollout(self, run: SampleRun, result: SampleResult) -> None:
         """Keep an answer that was sampled from the weights of a run, if its user agreed."""
@@ -354,33 +316,6 @@ def _most(job: SampleJob, info: ModelInfo | None) -> dict[str, float]:
         f"{job.base_model} sampling_prefill": num_prompt,
         f"{job.base_model} sampling_sample": job.num_samples * max_tokens,
     }
-
-
-def _spans(run: SampleRun, result: SampleResult) -> list[TimelineSpan]:
-    """A sample on its user's timeline: its wait, itself, and its parts on the device."""
-    ids = run.session.session_id, _run_of(run.session) or ""
-    details: dict[str, str | int | float] = {
-        "request_id": run.promise.request_id,
-        "prompt_tokens": result.num_prompt_tokens,
-        "cached_tokens": result.prompt_cache_hit_tokens,
-        "sampled_tokens": result.num_sampled_tokens,
-        "samples": len(result.sequences),
-    }
-    return [
-        TimelineSpan(*ids, SAMPLES_WAIT, "sample", run.accepted_at, run.sent_at, details),
-        TimelineSpan(*ids, SAMPLES, "sample", run.sent_at, time.time(), details),
-        *(
-            TimelineSpan(*ids, SAMPLE_PARTS, part, began_at, ended_at, {"tokens or steps": size})
-            for part, began_at, ended_at, size in result.turns
-        ),
-    ]
-
-
-def _run_of(session: SamplingSession) -> str | None:
-    """The id of the training run whose weights are sampled, when they are a run's."""
-    if session.model_path is not None:
-        return parse_path(session.model_path).run_id
-    return session.model_id
 
 
 def _sequence_ids(request_id: str, num_samples: int) -> tuple[str, ...]:

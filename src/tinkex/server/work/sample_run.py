@@ -1,7 +1,7 @@
 """One sample on its way through gate and worker.
 
-It waits for a place, runs, and runs again when the worker died under it; it says in words why it is
-not done. Who promised it, and what becomes of its result, is `samples`.
+It waits for a slot, runs, and runs again when the worker died under it; it says in words why it is
+not done. Who promised it, and what becomes of its result, is `sample_queue`'s business.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinkex.server.fairness.pauses import Pauses
 from tinkex.server.guard.budgets import Reservation
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.futures import Promise, is_loading
-from tinkex.server.work.suspicion import Suspicion
+from tinkex.server.workers.suspicion import Suspicion
 from tinkex.store import SamplingSession
 
 logger = logging.getLogger(__name__)

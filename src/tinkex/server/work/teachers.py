@@ -20,13 +20,13 @@ from tinkex.engine.jobs import TrainDatum
 from tinkex.errors import InvalidInputError
 from tinkex.server.guard.budgets import NOTHING
 from tinkex.server.jobs.decode import TrainRequest
+from tinkex.server.jobs.score_cache import arrays_of
 from tinkex.server.jobs.teaching import Scores, Teaching, first_scored, score_job, scores_of
 from tinkex.server.process.problems import ApiError
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.futures import Promise
 from tinkex.server.work.sample_run import SampleRun
 from tinkex.server.work.sampling_sessions import SessionWeights
-from tinkex.server.work.score_cache import arrays_of
 from tinkex.store import SamplingSession, User
 
 AT_ONCE = 256
