@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,20 +16,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tinkex import types
 from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting, spawn
-from tinkex.client.http.call import Call
 from tinkex.client.http.options import Options
 from tinkex.client.older_sdk import DirectFuture
 from tinkex.client.recovery.policy import RecoveryPolicy
 from tinkex.client.rest.rest_client import RestClient
-from tinkex.client.sampling.sample_retry import RetryConfig
-from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
 from tinkex.client.session.holder import Holder
-from tinkex.client.session.polling import Expect
 from tinkex.client.tokenizers import Tokenizer, load_tokenizer
 from tinkex.client.training.custom_calls import prepare_custom
 from tinkex.client.training.pass_requests import EXPECT_FORWARD, EXPECT_FORWARD_BACKWARD
 from tinkex.client.training.regularized import RegularizedOutput, prepare_regularized
-from tinkex.client.training.submission import CallPart
 from tinkex.client.training.train_step import TrainStepResult, skipped_step, whole_step
 from tinkex.client.training.training_calls import TrainingCalls
 from tinkex.client.training.weights_calls import WeightsCalls
@@ -310,106 +304,6 @@ class TrainingClient(WeightsCalls):
     ) -> types.ForwardBackwardOutput:
         """The logprobs that a loss of the user's own is computed from; waits for them."""
         return self.forward(data, "cross_entropy", teacher=teacher).result()
-
-    # -- sampling
-
-    def save_weights_and_get_sampling_client(
-        self,
-        name: str | None = None,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-        kind: types.SamplingClientKind = "snapshot",
-        *,
-        options: Options = None,
-    ) -> SamplingClientFuture:
-        """Freeze the weights as they are after all calls so far, and sample from them.
-
-        The snapshot is unnamed and lives as long as the session; `name` has no effect. With
-        `kind="inflight"` the client goes on to the weights of every later inflight save of this
-        model: a sample uses the weights saved when its client was made, or newer ones.
-        """
-        future = self._snapshot(name, retry_config, record_stability_info, kind, options)
-        return SamplingClientFuture.of(
-            future, "save_weights_and_get_sampling_client", SamplingClient
-        )
-
-    save_weights_and_get_sampling_client_sync = save_weights_and_get_sampling_client
-    save_weights_and_get_sampling_client_async = awaited(save_weights_and_get_sampling_client)
-
-    def _snapshot(
-        self,
-        name: str | None,
-        retry_config: RetryConfig | None,
-        record_stability_info: bool,
-        kind: types.SamplingClientKind,
-        options: Options,
-    ) -> APIFuture[SamplingClient]:
-        if name is not None:
-            warnings.warn(
-                "save_weights_and_get_sampling_client ignores `name`: the snapshot is unnamed. "
-                "Use save_weights_for_sampler for a named one.",
-                FutureWarning,
-                stacklevel=3,
-            )
-        holder = self.holder
-        path, answers = "save_weights_for_sampler", types.SaveWeightsForSamplerResponseInternal
-
-        def encode(seq_id: int) -> Call:
-            request = types.SaveWeightsForSamplerRequest(
-                model_id=self.model_id,
-                sampling_session_seq_id=holder.session.next_number("sampling_session"),
-                kind=None if kind == "snapshot" else kind,
-                seq_id=seq_id,
-            )
-            return self._calls.json_call(path, request, quick_retries=0)
-
-        with self._lock:
-            num_steps = self._calls.steps.num_asked
-            parts, expect = [CallPart(encode)], Expect.of(path, answers)
-            saved = self._calls.submit(path, parts, expect, options=options)
-
-        async def make(waiting: Waiting) -> SamplingClient:
-            answer = await saved
-            if answer.sampling_session_id is not None and kind == "snapshot":
-                self._calls.steps.saved(answer.sampling_session_id, num_steps)
-            return await SamplingClient.create(
-                holder,
-                model_path=answer.path if answer.sampling_session_id is None else None,
-                sampling_session_id=answer.sampling_session_id,
-                retry_config=retry_config,
-                record_stability_info=record_stability_info,
-            )
-
-        return holder.spawn(make)
-
-    def create_sampling_client(
-        self,
-        model_path: str,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-        *,
-        options: Options = None,
-    ) -> SamplingClientFuture:
-        """Sample from a saved checkpoint."""
-        future = self._sampler(model_path, retry_config, record_stability_info, options)
-        return SamplingClientFuture.of(future, "create_sampling_client", SamplingClient)
-
-    create_sampling_client_async = awaited(create_sampling_client)
-
-    def _sampler(
-        self,
-        model_path: str,
-        retry_config: RetryConfig | None,
-        record_stability_info: bool,
-        options: Options,
-    ) -> APIFuture[SamplingClient]:
-        return SamplingClient.create(
-            self.holder,
-            model_path=model_path,
-            retry_config=retry_config,
-            record_stability_info=record_stability_info,
-            options=options,
-        )
 
     # -- asking
 
