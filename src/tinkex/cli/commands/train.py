@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, fields
@@ -24,6 +23,7 @@ from tinkex.cli.completions import complete_model, complete_run
 from tinkex.cli.messages import program
 from tinkex.cli.output import properties
 from tinkex.cli.progress import RESULTS, label, steps
+from tinkex.cli.reward_files import load_reward
 from tinkex.cli.state import Noun, State, pass_state
 from tinkex.errors import ConfigError
 from tinkex.runs import json_lines
@@ -299,42 +299,6 @@ def forms(state: State) -> None:
     print_json(forms_of({**recipes, "export": export}, default_of))
 
 
-def load_reward(name: str) -> tuple[Any, Callable[..., Any], float]:
-    """`FILE.py:FUNCTION` or `FILE.py:FUNCTION=WEIGHT` -> (module, function, weight)."""
-    file, colon, attribute = name.rpartition(":")
-    attribute, equals, weight = attribute.partition("=")
-    called = f"{file}{colon}{attribute}"
-    try:
-        number = float(weight) if equals else 1.0
-    except ValueError:
-        raise click.UsageError(
-            f"'{weight}' is no weight; write FILE.py:FUNCTION=WEIGHT, such as {called}=0.5."
-        ) from None
-    return *load_function(called), number
-
-
-def load_function(name: str) -> tuple[Any, Callable[..., float]]:
-    """`FILE.py:FUNCTION` -> (module, function)."""
-    file, colon, attribute = name.rpartition(":")
-    path = Path(file)
-    if not colon or path.suffix != ".py":
-        raise click.UsageError(f"'{name}' is not a function; write FILE.py:FUNCTION.")
-    if not path.is_file():
-        raise click.UsageError(f"There is no file {path}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as exc:
-        raise ConfigError(f"{path} does not load: {type(exc).__name__}: {exc}") from exc
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise click.UsageError(f"{path} has no function '{attribute}'.")
-    return module, function
-
-
 def _run(
     state: State,
     train: Callable[..., Result],
@@ -404,21 +368,22 @@ def resume(ctx: click.Context, state: State, run: str) -> None:
 
     A folder that somebody else began is refused: its command may run code of theirs.
     """
-    found = find(run)
-    if found is None:
+    known = find(run)
+    if known is None:
         raise ConfigError(f"No run is called {run!r}, and no log folder.{near_runs(run)}")
-    folder = found.folder.resolve()
+    folder = known.folder.resolve()
     started = started_commands.kept(folder)
     command = train.commands.get(str(started.get("command")))
     if command is None:
         raise ConfigError(
-            f"{found.folder} does not say how its run was started: `tinkex train` did not, or an "
+            f"{known.folder} does not say how its run was started: `tinkex train` did not, or an "
             "earlier one. Start it again with the command or the program that began it."
         )
     # Files that the command names are where they were from there.
     with contextlib.chdir(started["cwd"]):
-        said = str(read_record(folder / "config.json").get("log_dir", ""))
-        log_dir = said if Path(said).resolve() == folder else str(folder)
+        log_dir = str(read_record(folder / "config.json").get("log_dir", ""))
+        if Path(log_dir).resolve() != folder:
+            log_dir = str(folder)  # the folder was moved
         ctx.invoke(command, **{**started["params"], "log_dir": log_dir, "name": None})
 
 
