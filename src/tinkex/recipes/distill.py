@@ -108,19 +108,14 @@ def train(
             copies, seed = config.samples_per_prompt, sampling_seed(config.seed, step)
             groups = player.play(run.policy(step), batch, copies=copies, seed=seed)
             episodes = episodes_of(groups)
-            if is_taught_there(run.training, config):
-                data = [taught_datum(episode) for episode in episodes if episode.num_sampled]
-                named = {"teacher": config.teacher}
-            else:
-                measure_gaps(teacher, episodes)
-                data, named = list(distill_data(episodes)), None
+            data, settings = lesson(run.training, teacher, episodes, config)
             passes = [
-                run.training.forward_backward(part, "importance_sampling", named)
+                run.training.forward_backward(part, "importance_sampling", settings)
                 for part in parts_of(data, config.accumulate)
             ]
             optim_step = run.training.optim_step(run.optimizer(step))
-            outputs = [output for one in passes for output in one.result().loss_fn_outputs]
-            if named is not None:
+            outputs = [output for done in passes for output in done.result().loss_fn_outputs]
+            if settings is not None:
                 read_gaps(episodes, outputs)
             judge(episodes)
             rollouts.write(to_look_at(groups, run.renderer, step))
@@ -148,9 +143,18 @@ def check_tokens(renderer: Renderer, teacher: SamplingClient) -> None:
         )
 
 
-def is_taught_there(training: TrainingClient, config: DistillConfig) -> bool:
-    """Whether the server scores the answers: in one pass, whose mean is that of all of them."""
-    return training.has_teachers and config.accumulate == 1
+def lesson(
+    training: TrainingClient,
+    teacher: SamplingClient,
+    episodes: Sequence[Episode],
+    config: DistillConfig,
+) -> tuple[list[Datum], dict[str, str] | None]:
+    """The data of a step, and the settings of its loss where the server asks the teacher."""
+    if training.has_teachers and config.accumulate == 1:  # in one pass, whose mean is that of all
+        data = [taught_datum(episode) for episode in episodes if episode.num_sampled]
+        return data, {"teacher": config.teacher}
+    measure_gaps(teacher, episodes)
+    return list(distill_data(episodes)), None
 
 
 def judge(episodes: Sequence[Episode]) -> None:
