@@ -211,6 +211,11 @@ class Models(StoredNoun):
 
         return self._writer.run(write)
 
+    def find(self, user_id: str, text: str) -> Model | None:
+        """A user's own run by its id, else by its name."""
+        model = self.get(text)
+        return model if model and model.user_id == user_id else self.named(user_id, text)
+
     def named(self, user_id: str, name: str) -> Model | None:
         """A user's newest run of a name: its own, or, where it has none, that of its session."""
         of_session = _of_sessions(schema.sessions.c.display_name == name)

@@ -35,6 +35,7 @@ def resumed(start_server, folder: Path) -> Iterator[tuple[str, list[str]]]:  # t
         training = service.create_lora_training_client("toy", rank=4, name="orders")
         ids, step = [training.model_id], 0
         for end in (3, 4, 6):
+            training.save_state("begin").result()
             while step < end:
                 step = train(training, step)
             path = training.save_state(f"step-{step}").result().path
@@ -86,6 +87,22 @@ def test_its_curve_has_every_step_once(resumed) -> None:  # type: ignore[no-unty
         assert curves["reward"]["steps"] == [0, 1, 2, 3, 4, 5]
         assert curves["reward"]["values"] == [0, 1, 2, 3, 4, 5]
         assert curves["loss_per_token"]["steps"] == [1, 2, 3, 4, 5, 6]
+
+
+def test_its_last_checkpoint_is_that_of_its_last_segment(resumed) -> None:  # type: ignore[no-untyped-def]
+    """Each segment has two of its own, and the page names the one to go on from."""
+    base_url, ids = resumed
+    rest = tinkex.RestClient(base_url=base_url, api_key="tml-x")
+    [run] = rest.list_training_runs().result().training_runs
+    last = f"tinker://{ids[-1]}/weights/step-6"
+    assert run.last_checkpoint is not None
+    assert run.last_checkpoint.tinker_path == last
+    page = httpx.get(f"{base_url}/console/api/runs/{ids[-1]}").json()
+    saved = [checkpoint["name"] for checkpoint in page["checkpoints"]]
+    assert saved == ["step-6", "begin", "step-4", "begin", "step-3", "begin"]
+    assert last in page["resume"]
+    asked = httpx.get(f"{base_url}/v1/models/orders", headers={"Authorization": "Bearer tml-x"})
+    assert asked.json()["path"] == last
 
 
 def test_its_disk_usage_is_one_row(resumed, folder: Path) -> None:  # type: ignore[no-untyped-def]

@@ -16,8 +16,9 @@ from typing import Literal
 from tinkex.errors import InvalidInputError
 from tinkex.server.process.problems import ApiError
 from tinkex.server.runs.descriptions import name_of
+from tinkex.server.runs.segments import last_checkpoints, segment_ids
 from tinkex.server.service.service import Service
-from tinkex.store import Checkpoint, User
+from tinkex.store import Checkpoint, Store, User
 from tinkex.types.account.checkpoints import is_tinker_path
 
 MAX_LISTED = 1000
@@ -96,23 +97,18 @@ class ModelNames:
                 await service.catalog.check_context(base, path="model")
                 return SampleTarget(name, base)
             path = named.path if named else of_run or ""
-        found = await service.shelf.readable(path, user)
-        return SampleTarget(name, found.base_model, path)
+        checkpoint = await service.shelf.readable(path, user)
+        return SampleTarget(name, checkpoint.base_model, path)
 
     async def _of_run(self, user: User, name: str) -> str | None:
         """The last weights of a run by its name or id; None when no run is called that."""
         store = self._service.store
-        run = await store.call(store.models.get, name)
-        if run is None or run.user_id != user.user_id:
-            run = await store.call(store.models.named, user.user_id, name)
+        run = await store.call(store.models.find, user.user_id, name)
         if run is None:
             return None
-        ids = [segment.model_id for segment in await store.call(store.models.segments, run)]
-        last = {
-            kind: await store.call(store.checkpoints.last_of_runs, ids, kind)
-            for kind in SAMPLED_KINDS
-        }
-        if (checkpoint := _last(last, ids)) is not None:
+        segments = [segment.model_id for segment in await store.call(store.models.segments, run)]
+        last = await store.call(_last_checkpoints, store, {run.model_id: segments})
+        if (checkpoint := last.get(run.model_id)) is not None:
             return checkpoint.path
         raise ApiError(
             404,
@@ -129,18 +125,19 @@ class ModelNames:
         except ApiError:
             names = await store.call(store.names.of_user, user.user_id)
             runs = await store.call(store.models.names, user.user_id, MAX_LISTED)
-            known = [*(one.name for one in names), *runs, *self._service.catalog.names]
+            known = [*(named.name for named in names), *runs, *self._service.catalog.names]
             near = difflib.get_close_matches(name[:200], known, n=3, cutoff=0.5)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise _unknown(self._service, name, hint) from None
 
     async def _on_base(self, user: User, name: str, base: str, path: str) -> SampleTarget:
         """`BASE;PATH`: a checkpoint with the context that the name of its base model asks for."""
-        found, catalog = await self._service.shelf.readable(path, user), self._service.catalog
-        if catalog.resolve(_base(self._service, base)) != catalog.resolve(found.base_model):
+        service, catalog = self._service, self._service.catalog
+        checkpoint = await service.shelf.readable(path, user)
+        if catalog.resolve(_base(service, base)) != catalog.resolve(checkpoint.base_model):
             raise ApiError(
                 400,
-                f"{path} was trained on {found.base_model!r}, not on {base[:200]!r}.",
+                f"{path} was trained on {checkpoint.base_model!r}, not on {base[:200]!r}.",
                 path="model",
             )
         await catalog.check_context(base, path="model")
@@ -149,51 +146,46 @@ class ModelNames:
     async def listed(self, user: User) -> list[ListedModel]:
         """Every model of the caller: base models, names, runs, checkpoints; the newest first."""
         store = self._service.store
-        found = [ListedModel(name) for name in self._service.catalog.names]
+        listed = [ListedModel(name) for name in self._service.catalog.names]
         rows, _ = await store.call(store.checkpoints.page, user.user_id, MAX_LISTED, 0)
         by_path = {row.path: row for row in rows}
         for named in await store.call(store.names.of_user, user.user_id):
             row = by_path.get(named.path) or await store.call(store.checkpoints.get, named.path)
             # One that was shared when it was named may be its owner's alone by now.
             if row is not None and (row.public or row.user_id == user.user_id):
-                found.append(ListedModel(named.name, row, "name"))
-        taken = {one.name for one in found}
-        found += await store.call(self._runs, user.user_id, taken)
+                listed.append(ListedModel(named.name, row, "name"))
+        taken = {model.name for model in listed}
+        listed += await store.call(self._runs, user.user_id, taken)
         sampled = [row for row in rows if row.kind != "external_weights"]
-        return found + [ListedModel(row.path, row, "checkpoint") for row in sampled]
+        return listed + [ListedModel(row.path, row, "checkpoint") for row in sampled]
 
     def _runs(self, user_id: str, taken: set[str]) -> list[ListedModel]:
         """The runs of a user that have a checkpoint, by name, unless it means something else."""
         store = self._service.store
         models, _ = store.models.page(user_id, MAX_LISTED, 0)
         sessions = store.sessions.by_id({model.session_id for model in models})
-        segments = {
-            one.model_id: [one.model_id]
-            if one.first_run_id is None
-            else [segment.model_id for segment in store.models.segments(one)][-MAX_SEGMENTS:]
-            for one in models
-        }
-        every = [run_id for ids in segments.values() for run_id in ids]
-        last = {kind: store.checkpoints.last_of_runs(every, kind) for kind in SAMPLED_KINDS}
-        found: dict[str, ListedModel | None] = dict.fromkeys(taken)
+        segments = segment_ids(store, models)
+        latest = {run_id: ids[-MAX_SEGMENTS:] for run_id, ids in segments.items()}
+        last = _last_checkpoints(store, latest)
+        listed: dict[str, ListedModel | None] = dict.fromkeys(taken)
         for model in models:
             session = sessions.get(model.session_id)
             name = name_of(model, session.display_name if session else None)
-            if name is not None and name not in found:
-                checkpoint = _last(last, segments[model.model_id])
+            if name is not None and name not in listed:
+                checkpoint = last.get(model.model_id)
                 # The newest run of a name is meant by it, also one without a checkpoint.
-                found[name] = ListedModel(name, checkpoint, "run") if checkpoint else None
-        return [listed for listed in found.values() if listed is not None]
+                listed[name] = ListedModel(name, checkpoint, "run") if checkpoint else None
+        return [model for model in listed.values() if model is not None]
 
 
-def _last(
-    last: Mapping[str, Mapping[str, Checkpoint]], segment_ids: Sequence[str]
-) -> Checkpoint | None:
-    """The newest checkpoint of a run: one to sample from, else one to train on from."""
-    for kind in SAMPLED_KINDS:
-        if saved := [last[kind][run_id] for run_id in segment_ids if run_id in last[kind]]:
-            return saved[-1]
-    return None
+def _last_checkpoints(
+    store: Store, segment_ids: Mapping[str, Sequence[str]]
+) -> dict[str, Checkpoint]:
+    """The newest checkpoint of each run: one to sample from, else one to train on from. Blocks."""
+    last: dict[str, Checkpoint] = {}
+    for kind in reversed(SAMPLED_KINDS):
+        last |= last_checkpoints(store, segment_ids, kind)
+    return last
 
 
 def _base(service: Service, name: str) -> str:

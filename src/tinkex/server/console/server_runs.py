@@ -120,7 +120,7 @@ class ServerRuns(Source):
         segments = await store.call(store.models.segments, model)
         checkpoints = [
             checkpoint
-            for segment in segments
+            for segment in reversed(segments)  # all of them newest first
             for checkpoint in await store.call(store.checkpoints.of_run, segment.model_id)
         ]
         weights = [c for c in checkpoints if c.kind == "weights"]
@@ -129,7 +129,7 @@ class ServerRuns(Source):
             **_settings(model, session),
             "segments": [segment.model_id for segment in segments],
             "checkpoints": [_checkpoint(one) for one in checkpoints],
-            "resume": resume(weights[-1].path) if weights else "",
+            "resume": resume(weights[0].path) if weights else "",
         }
 
     async def curves(self, run_id: str) -> dict[str, Curve]:

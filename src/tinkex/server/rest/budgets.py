@@ -6,6 +6,7 @@ Users limit themselves, their keys and their runs; what an administrator set the
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Path
@@ -43,8 +44,8 @@ async def set_budget(
 async def remove_budget(
     service: Service, user: User, scope: Scope, subject: Text, unit: Unit
 ) -> None:
-    _, found = await _whose(service, scope, subject, user)
-    live = service.budgets.find(scope, found, unit)
+    _, subject_id = await _whose(service, scope, subject, user)
+    live = service.budgets.find(scope, subject_id, unit)
     if live is None or live.budget.user_id != user.user_id:
         raise ApiError(404, f"No budget of {scope} {subject!r} in {unit}.")
     _require_own(live)
@@ -89,9 +90,8 @@ async def _whose(
         owner = await store.call(store.accounts.get_user, subject)
         return (None if owner is None else owner.user_id), subject
     if scope == "run":
-        model = await store.call(store.models.get, subject)
-        if model is None and user is not None:
-            model = await store.call(store.models.named, user.user_id, subject)
+        find = store.models.get if user is None else partial(store.models.find, user.user_id)
+        model = await store.call(find, subject)
         return (None, subject) if model is None else (model.user_id, model.model_id)
     # As it is written in the column, of 32 bits in PostgreSQL: "007" would limit nothing.
     if not subject.isdecimal() or str(int(subject)) != subject or int(subject) >= 2**31:

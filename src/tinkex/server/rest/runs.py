@@ -21,11 +21,11 @@ from tinkex.server.rest.views import run_view, weights_view
 from tinkex.server.runs.curves import Course
 from tinkex.server.runs.descriptions import name_of, tags_of
 from tinkex.server.runs.progress import LISTED, progress_of
-from tinkex.server.runs.segments import courses_of
+from tinkex.server.runs.segments import courses_of, last_checkpoints, segment_ids
 from tinkex.server.runs.states import state_of
 from tinkex.server.service.service import Service
 from tinkex.server.workers.pool import Pool
-from tinkex.store import Checkpoint, Model, Session, Store, User
+from tinkex.store import Model, Session, Store, User
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 
@@ -92,12 +92,10 @@ async def get_sampler(store: Store, user: User, sampler_id: Text) -> types.GetSa
 
 async def visible_run(store: Store, run_id: str, user: User, *, with_public: bool) -> Model:
     """A run of the user's own, by id or name, or one with a public checkpoint if asked for."""
-    model = await store.call(store.models.get, run_id)
-    if model is None:
-        model = await store.call(store.models.named, user.user_id, run_id)
-    if model is not None and model.user_id == user.user_id:
-        return model
-    if model is not None and with_public and await store.call(store.models.has_public, run_id):
+    model = await store.call(store.models.find, user.user_id, run_id)
+    if model is None and with_public and await store.call(store.models.has_public, run_id):
+        model = await store.call(store.models.get, run_id)
+    if model is not None:
         return model
     text = f"No training run {run_id!r} of yours. List them with GET /training_runs."
     raise ApiError(404, text, listing="training_runs")
@@ -174,19 +172,7 @@ def _progress(
 
 def _with_checkpoints(store: Store, models: list[Model]) -> list[types.TrainingRun]:
     """Runs with the last checkpoints of all their segments."""
-    ids = {model.model_id: _segment_ids(store, model) for model in models}
-    every = [run_id for segments in ids.values() for run_id in segments]
-    last = store.checkpoints.last_of_runs(every, "weights")
-    last_sampler = store.checkpoints.last_of_runs(every, "sampler_weights")
-
-    def latest(found: dict[str, Checkpoint], model: Model) -> Checkpoint | None:
-        own = [found[run_id] for run_id in ids[model.model_id] if run_id in found]
-        return own[-1] if own else None
-
-    return [run_view(m, latest(last, m), latest(last_sampler, m)) for m in models]
-
-
-def _segment_ids(store: Store, model: Model) -> list[str]:
-    if model.first_run_id is None or model.continued_by is not None:
-        return [model.model_id]
-    return [segment.model_id for segment in store.models.segments(model)]
+    ids = segment_ids(store, models)
+    last = last_checkpoints(store, ids, "weights")
+    last_sampler = last_checkpoints(store, ids, "sampler_weights")
+    return [run_view(m, last.get(m.model_id), last_sampler.get(m.model_id)) for m in models]

@@ -42,7 +42,7 @@ def progress_of(model: Model, curves: Mapping[tuple[str, str], Course]) -> RunPr
         num_steps=_num_steps(model, own),
         metric=metric,
         course=course,
-        last={name: one.last_value for name, one in reversed(shown)},
+        last={name: course.last_value for name, course in reversed(shown)},
     )
 
 

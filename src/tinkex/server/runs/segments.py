@@ -6,10 +6,10 @@ lost, and is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tinkex.server.runs.curves import MEASURED, Course, Curve, LiveCurves
-from tinkex.store import Model, Store
+from tinkex.store import Checkpoint, Model, Store
 
 
 async def curves_of(store: Store, curves: LiveCurves, model: Model) -> dict[str, Curve]:
@@ -17,7 +17,7 @@ async def curves_of(store: Store, curves: LiveCurves, model: Model) -> dict[str,
     if model.first_run_id is None:
         return await curves.of_run(model.model_id)
     segments = await store.call(store.models.segments, model)
-    return joined(segments, [await curves.of_run(one.model_id) for one in segments])
+    return joined(segments, [await curves.of_run(segment.model_id) for segment in segments])
 
 
 async def courses_of(
@@ -29,19 +29,44 @@ async def courses_of(
     if not resumed:
         return courses
     segments = await store.call(store.models.segments_of_runs, list(resumed.values()))
-    run_ids = [one.model_id for parts in segments.values() for one in parts]
-    found = await curves.some_of_runs(run_ids, names)
+    run_ids = [segment.model_id for parts in segments.values() for segment in parts]
+    by_segment = await curves.some_of_runs(run_ids, names)
     for run_id, first_run_id in resumed.items():
         parts = segments[first_run_id]
-        whole = joined(parts, [found.get(one.model_id, {}) for one in parts])
+        whole = joined(parts, [by_segment.get(segment.model_id, {}) for segment in parts])
         courses |= {(run_id, name): curve.course() for name, curve in whole.items()}
     return courses
+
+
+def segment_ids(store: Store, models: Sequence[Model]) -> dict[str, list[str]]:
+    """The ids of all segments of each run, the first one first, by the last one's id. Blocks.
+
+    An earlier segment among `models` stands for itself.
+    """
+    resumed = {
+        model.model_id: model.first_run_id
+        for model in models
+        if model.first_run_id is not None and model.continued_by is None
+    }
+    segments = store.models.segments_of_runs(list(resumed.values())) if resumed else {}
+    ids = {run_id: [part.model_id for part in segments[first]] for run_id, first in resumed.items()}
+    return {model.model_id: ids.get(model.model_id, [model.model_id]) for model in models}
+
+
+def last_checkpoints(
+    store: Store, ids_of_runs: Mapping[str, Sequence[str]], kind: str
+) -> dict[str, Checkpoint]:
+    """The newest checkpoint of a kind of each run that has one, by the keys given. Blocks."""
+    every = [segment_id for ids in ids_of_runs.values() for segment_id in ids]
+    last = store.checkpoints.last_of_runs(every, kind)
+    own = {run_id: [last[i] for i in ids if i in last] for run_id, ids in ids_of_runs.items()}
+    return {run_id: checkpoints[-1] for run_id, checkpoints in own.items() if checkpoints}
 
 
 def joined(segments: Sequence[Model], curves: Sequence[dict[str, Curve]]) -> dict[str, Curve]:
     """Join the curves of segments, the first one first, into a curve for each name."""
     whole: dict[str, Curve] = {}
-    for name in dict.fromkeys(name for one in curves for name in one):
+    for name in dict.fromkeys(name for own in curves for name in own):
         parts = [
             _before(own[name], _end(segments[number + 1 :], name))
             for number, own in enumerate(curves)
@@ -52,7 +77,7 @@ def joined(segments: Sequence[Model], curves: Sequence[dict[str, Curve]]) -> dic
             stride=last.stride,
             steps=[step for part in parts for step in part.steps],
             values=[value for part in parts for value in part.values],
-            moments=[at for part in parts for at in part.moments],
+            moments=[moment for part in parts for moment in part.moments],
             num_made=sum(len(part.steps) for part in parts[:-1]) + last.num_made,
         )
     return {name: curve for name, curve in whole.items() if curve.steps}
@@ -62,7 +87,10 @@ def _end(later: Sequence[Model], name: str) -> float:
     """The step at which a curve ends, since a later segment goes on from there."""
     # The server numbers the first step 1, and a program's loop as a rule 0.
     measured = name in MEASURED
-    starts = [(one.first_step or 0) + 1 if measured else one.continues_step or 0 for one in later]
+    starts = [
+        (segment.first_step or 0) + 1 if measured else segment.continues_step or 0
+        for segment in later
+    ]
     return min(starts, default=float("inf"))
 
 
