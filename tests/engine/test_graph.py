@@ -2,79 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import random
 import subprocess
 import sys
-import time
 
-import numpy as np
 import pytest
 import torch
+from traced_graphs import (
+    CASES,
+    LAST,
+    custom,
+    example_inputs,
+    node,
+    over_the_wire,
+    random_graph,
+    ref,
+)
 
-from tinkex.client.training.loss_tracing import _qualified, encode_graph, trace_loss
-from tinkex.contract import traced
-from tinkex.engine.jobs import TracedLoss, TrainDatum
+from tinkex.client.training.loss_tracing import _qualified
+from tinkex.engine.jobs import TracedLoss
 from tinkex.engine.metrics import reduce_metrics
 from tinkex.engine.train import graph_ops
 from tinkex.engine.train.graph import build_loss
-from tinkex.engine.train.graph_cost import LossBudget
 from tinkex.engine.train.graph_program import MAX_NODES, check_graph
-from tinkex.engine.train.graph_shapes import _datum_operations, check_work
 from tinkex.errors import InvalidInputError, NotSupportedError
-
-F = torch.nn.functional
-
-
-def clipped(logprobs, old_logprobs, advantages):
-    """A PPO-like loss with most of what people write: ratios, clamps, masks, means, shapes."""
-    ratio = torch.exp(logprobs - old_logprobs)
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    mask = advantages != 0
-    entropy = -(logprobs.exp() * logprobs).mean()
-    loss = -surrogate.sum() + 0.01 * entropy + F.softplus(ratio)[mask].mean() / ratio.shape[0]
-    return loss, {
-        "custom/ratio:mean": ratio.mean(),
-        "custom/clipped:sum": ((ratio < 0.8) | (ratio > 1.2)).sum(),
-    }
-
-
-def kl_and_smooth(logprobs, reference):
-    kl = (logprobs.exp() * (logprobs - reference)).sum()
-    smooth = ((logprobs[1:] - logprobs[:-1]) ** 2).sum()
-    weights = torch.arange(logprobs.shape[0], dtype=torch.float32) / math.sqrt(2.0)
-    top = torch.topk(logprobs, k=2).values.sum() + logprobs.max(dim=0)[0]
-    norm = torch.linalg.norm(logprobs) + torch.special.xlogy(weights + 1, weights + 1).sum()
-    return kl + smooth + (weights * logprobs).sum() + top + norm, {}
-
-
-def soft_targets(logprobs, weights):
-    rows = torch.logsumexp(logprobs + weights.clamp(min=float("-inf")), dim=-1)
-    cosine = F.cosine_similarity(logprobs, weights + 1.0, dim=0).sum()
-    return -rows.sum() + torch.where(logprobs > -1.0, logprobs, 0.0).sum() + cosine, {}
-
-
-CASES = [
-    (clipped, {"logprobs": 1, "old_logprobs": 1, "advantages": 1}),
-    (kl_and_smooth, {"logprobs": 1, "reference": 1}),
-    (soft_targets, {"logprobs": 2, "weights": 2}),
-]
-
-
-def over_the_wire(fn, ranks) -> TracedLoss:
-    handle = trace_loss(fn, ranks, "session")
-    graph = json.loads(json.dumps(encode_graph(handle), allow_nan=False))
-    return TracedLoss(inputs=tuple((i.name, i.rank) for i in handle.inputs), graph=graph)
-
-
-def example_inputs(ranks, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {1: (7,), 2: (7, 3)}
-    tensors = {k: -torch.rand(shapes[r], generator=generator) * 2 for k, r in ranks.items()}
-    tensors["logprobs"].requires_grad_(True)
-    return tensors
 
 
 @pytest.mark.parametrize(("fn", "ranks"), CASES)
@@ -112,21 +65,6 @@ def test_metrics_of_datums_add_up_or_average_as_their_name_says():
 
 
 # ----------------------------------------------------------------------------------- refusals
-
-
-def node(op, name, target, *args, **kwargs):
-    return {"op": op, "name": name, "target": target, "args": list(args), "kwargs": kwargs}
-
-
-def ref(name):
-    return {"ref": name}
-
-
-def custom(*nodes, inputs=(("logprobs", 1),), output="last", metrics=None):
-    """A graph over `logprobs` whose output is the node called `output`."""
-    placeholders = [node("placeholder", name, name) for name, _ in inputs]
-    end = node("output", "output", "output", {"tuple": [ref(output), {"dict": metrics or {}}]})
-    return TracedLoss(inputs=inputs, graph={"format": 1, "nodes": [*placeholders, *nodes, end]})
 
 
 @pytest.mark.parametrize(
@@ -268,9 +206,6 @@ def test_a_loss_that_allocates_without_bound_is_refused_before_it_does(nodes, wo
     assert word in str(caught.value)
 
 
-LAST = node("call_method", "last", "sum", ref("logprobs"))
-
-
 @pytest.mark.parametrize(
     "norm",
     [
@@ -387,41 +322,6 @@ def test_a_forward_only_pass_needs_no_gradient():
     assert float(loss) == 3.0
 
 
-ODD_VALUES = [
-    0, 1, -1, 10**6, 10**9, 0.5, -1e30, {"float": "inf"}, {"float": "nan"}, None, True, "mean",
-    "%99999999d", {"slice": [None, None, None]}, {"slice": [1, None, 2]}, {"ellipsis": True},
-    {"dtype": "int64"}, {"device": "cuda:7"}, [], [0, 1], {"tuple": []}, {"tuple": [None, -1]},
-]  # fmt: skip
-
-
-def random_graph(rng: random.Random) -> TracedLoss:
-    """Listed operations on whatever: what a stranger might send."""
-    inputs = (("logprobs", rng.choice((1, 2))), ("a", 1), ("b", 2), ("c", 0))
-    names, nodes = [name for name, _ in inputs], []
-
-    def value():
-        return ref(rng.choice(names)) if rng.random() < 0.6 else rng.choice(ODD_VALUES)
-
-    for index in range(rng.randint(1, 8)):
-        op, pool = rng.choice([("call_function", FUNCTIONS), ("call_method", METHODS)])
-        target = rng.choice(pool)
-        args = [value() for _ in range(rng.randint(1, 3))]
-        kwargs = (
-            {rng.choice(("dim", "keepdim", "min", "size", "k")): value()}
-            if rng.random() < 0.2
-            else {}
-        )
-        if target == "getattr":
-            args, kwargs = [ref(rng.choice(names)), rng.choice(("shape", "T", "values"))], {}
-        nodes.append(node(op, f"n{index}", target, *args, **kwargs))
-        names.append(f"n{index}")
-    last = node("call_method", "last", "sum", ref(names[-1]))
-    return custom(*nodes, last, inputs=inputs)
-
-
-FUNCTIONS, METHODS = sorted(graph_ops.FUNCTIONS), sorted(graph_ops.METHODS)
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_whatever_is_sent_ends_in_a_loss_or_in_a_refusal():
     """R21: 3,000 random graphs; no other exception, no hang, no memory."""
@@ -451,159 +351,3 @@ def test_a_graph_is_refused_without_torch():
         "assert 'torch' not in sys.modules, 'torch was loaded'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=500)
-
-
-# ----------------------------------------------------------------------------------- work
-
-
-def counted(loss, inputs) -> tuple[int, int]:
-    """Operations by the shapes of the inputs alone, and as the engine counts them."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
-    before, _ = _datum_operations(check_graph(loss), shapes)
-    budget = LossBudget()
-    build_loss(loss, budget)(inputs)
-    return before, budget._operations
-
-
-@pytest.mark.parametrize(("fn", "ranks"), CASES)
-def test_the_work_of_a_loss_is_known_before_it_runs(fn, ranks):
-    before, after = counted(over_the_wire(fn, ranks), example_inputs(ranks))
-    assert 0.5 * after < before <= after
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_is_counted_from_shapes_is_never_more_than_what_runs():
-    """A request that the engine would take is not refused by a wrong guess of a shape."""
-    num_known = 0
-    for seed in range(3000):
-        loss = random_graph(random.Random(seed))
-        shape = (7,) if loss.inputs[0][1] == 1 else (7, 3)
-        inputs = {
-            "logprobs": torch.ones(shape).requires_grad_(True),
-            "a": torch.ones(7),
-            "b": torch.ones(7, 3),
-            "c": torch.tensor(2.0),
-        }
-        try:
-            before, after = counted(loss, inputs)
-        except InvalidInputError:
-            continue
-        assert before <= after, seed
-        num_known += before == after
-    assert num_known > 5
-
-
-def heavy(step, count, *made):
-    """`count` times the same step on what `made` makes, beside the logprobs."""
-    steps = [{**step, "name": f"n{i}"} for i in range(count)]
-    return custom(*made, *steps, node("call_method", "last", "sum", ref("logprobs")))
-
-
-PRODUCTS = heavy(
-    node("call_function", "", "torch.matmul", ref("x"), ref("y")),
-    30,
-    node("call_function", "x", "torch.ones", 1024, 8192),
-    node("call_function", "y", "torch.ones", 8192, 1024),
-)
-SINES = heavy(
-    node("call_function", "", "torch.sin", ref("x")),
-    12,
-    node("call_function", "x", "torch.ones", 2**22, dtype={"dtype": "float64"}),
-)
-SLICES = heavy(
-    node("call_function", "", "operator.getitem", ref("x"), 0),
-    1000,
-    node("call_function", "x", "torch.ones", 2**24),
-)
-
-
-def pairs(num_tokens, count):
-    tokens = np.ones(num_tokens, np.int64)
-    return [TrainDatum(tokens=tokens, inputs={"target_tokens": tokens})] * count
-
-
-@pytest.mark.parametrize(
-    ("loss", "count", "heaviest"),
-    [(PRODUCTS, 1, "n0"), (SINES, 64, "n0"), (SLICES, 1, "x")],
-    ids=["products", "sines", "slices"],
-)
-def test_a_loss_of_too_much_work_is_refused_by_its_shapes(loss, count, heaviest):
-    with pytest.raises(InvalidInputError) as caught:
-        check_work(loss, pairs(2, count))
-    told = str(caught.value)
-    assert f"most of them in node {heaviest!r}" in told
-    assert str(traced.DATUM_OPERATIONS) in told
-    assert str(traced.request_limit(2 * count)) in told
-
-
-def test_the_engine_counts_what_shapes_alone_do_not_tell():
-    """A mask hides the size of what follows; the step that is too much is never run."""
-    loss = custom(
-        node("call_function", "x", "torch.ones", 2**22),
-        node("call_function", "mask", "operator.gt", ref("x"), 0),
-        node("call_function", "hidden", "operator.getitem", ref("x"), ref("mask")),
-        *[node("call_function", f"n{i}", "torch.argmax", ref("hidden")) for i in range(1000)],
-        node("call_method", "last", "sum", ref("logprobs")),
-    )
-    check_work(loss, pairs(2, 1))
-    budget = LossBudget(max_operations=2**29)
-    with pytest.raises(InvalidInputError, match=r"node 'n\d+'.* operations for the request, over"):
-        build_loss(loss, budget)({"logprobs": torch.ones(2).requires_grad_(True)})
-
-
-@pytest.mark.parametrize(("fn", "ranks"), CASES)
-def test_honest_losses_stay_far_below_the_limits(fn, ranks):
-    """128 datums of 32,768 tokens, twenty candidates each where there are several."""
-    loss = over_the_wire(fn, ranks)
-    shapes = {1: (32_768,), 2: (32_768, 20)}
-    inputs = {name: shapes[rank] for name, rank in ranks.items()}
-    work, _ = _datum_operations(check_graph(loss), inputs)
-    assert work < traced.DATUM_OPERATIONS / 4
-    assert 128 * work < traced.request_limit(128 * 32_768) / 4
-
-
-def test_others_have_turns_between_the_steps_of_a_loss_and_of_its_backward():
-    steps = [
-        node("call_method", f"n{i}", "mul", ref(f"n{i - 1}" if i else "logprobs"), 1.5)
-        for i in range(6)
-    ]
-    loss = custom(*steps, node("call_method", "last", "sum", ref("n5")))
-    turns = []
-    budget = LossBudget(give_turn=lambda: turns.append(torch.is_grad_enabled()))
-    logprobs = torch.ones(2).requires_grad_(True)
-    value, _ = build_loss(loss, budget)({"logprobs": logprobs})
-    assert len(turns) == 7
-    (slope,) = torch.autograd.grad(value, logprobs)
-    assert slope.tolist() == [1.5**6] * 2
-    assert len(turns) == 14
-
-
-def test_a_backward_is_ended_by_its_seconds_too():
-    budget = LossBudget()
-    loss = custom(
-        node("call_method", "n", "exp", ref("logprobs")),
-        node("call_method", "last", "sum", ref("n")),
-    )
-    logprobs = torch.ones(2).requires_grad_(True)
-    value, _ = build_loss(loss, budget)({"logprobs": logprobs})
-    budget.datum_s = 0.0
-    with pytest.raises(InvalidInputError, match="the backward to sum ended"):
-        torch.autograd.grad(value, logprobs)
-
-
-def test_what_others_do_between_steps_is_not_counted():
-    budget = LossBudget(datum_s=0.2, give_turn=lambda: time.sleep(0.1))
-    steps = [node("call_method", f"n{i}", "exp", ref("logprobs")) for i in range(5)]
-    loss = custom(*steps, node("call_method", "last", "sum", ref("logprobs")))
-    build_loss(loss, budget)({"logprobs": torch.ones(2).requires_grad_(True)})
-
-
-def test_a_slice_counts_the_same_before_it_runs():
-    """An index by a number is a view; an index by a tensor is not."""
-    loss = custom(
-        node("call_function", "x", "torch.ones", 2**16),
-        node("call_function", "n", "operator.getitem", ref("x"), 0),
-        LAST,
-    )
-    before, after = counted(loss, {"logprobs": torch.ones(2).requires_grad_(True)})
-    assert before == after < 4 * 2**16

@@ -11,6 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "store"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "server"))
+import fuzz
 from app_world import AppWorld, open_app
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
@@ -27,4 +28,13 @@ async def app_world(tmp_path: Path) -> AsyncIterator[AppWorld]:
 async def two_keys(tmp_path: Path) -> AsyncIterator[AppWorld]:
     """The same with two users, `tml-ann` and `tml-bob`."""
     async with open_app(tmp_path, api_keys=KEYS) as world:
+        yield world
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[AppWorld]:
+    """The same over a toy that reads and writes words."""
+    settings = fuzz.talking_toy(tmp_path / "model")
+    async with open_app(tmp_path / "data", api_keys=KEYS, **settings) as world:
+        await world.facts()
         yield world

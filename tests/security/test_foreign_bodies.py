@@ -8,10 +8,8 @@ import gc
 import random
 import re
 import threading
-import time
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,19 @@ import orjson
 import pytest
 import zstandard
 from app_world import AppWorld, open_app
+from foreign_bodies import (
+    CHAT,
+    COMPLETIONS,
+    COUNT,
+    HEADERS,
+    HOSTILE,
+    MESSAGES,
+    RESPONSES,
+    USER,
+    chat,
+    post,
+)
 from pydantic import ValidationError
-from server_process import ServerProcess
 
 from tinkex.chat.tokenizer import FastTokenizer
 from tinkex.errors import InvalidInputError
@@ -33,44 +42,10 @@ from tinkex.server.compat.openai_completions import CompletionRequest
 from tinkex.server.fairness.gate import FairGate
 from tinkex.server.guard.limits import BodyBudget
 from tinkex.server.http import bodies
-from tinkex.server.http.dependencies import READING_AT_ONCE
 from tinkex.wire import json_codec
-from tinkex.wire.budget import CHECKED, json_cost, parsed_json_bytes
 
-GIB = 1024**3
-CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
-MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
-HEADERS = {"authorization": "Bearer tml-ann", "anthropic-version": "2023-06-01"}
-USER = {"role": "user", "content": "hi"}
 CALL = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
-LEAN_CALL = {"function": {"name": "f"}}
-HOSTILE = {"model": "toy", "messages": [USER | {"tool_calls": [LEAN_CALL] * 1000}] * 120}
-"""3.4 MB of JSON, about 400 bytes under zstd."""
-BELOW = {"model": "toy", "messages": [USER | {"tool_calls": [LEAN_CALL] * 990}] * 10}
-"""The same, as large as may be."""
 LONG_NAMES = {"k" * 101 + str(n): 0 for n in range(1000)}
-NOBODY = {"model": "toy", "messages": [{"role": "nobody", "content": ""}] * 9000}
-"""Read whole, and refused by whoever would render it."""
-
-
-@pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[AppWorld]:
-    """A toy that reads and writes words."""
-    settings = fuzz.talking_toy(tmp_path / "model")
-    keys = ("tml-ann=ann", "tml-bob=bob")
-    async with open_app(tmp_path / "data", api_keys=keys, **settings) as world:
-        await world.facts()
-        yield world
-
-
-async def _post(world: AppWorld, path: str, body: dict[str, Any]) -> httpx.Response:
-    content = zstandard.compress(orjson.dumps({"model": "toy"} | body))
-    headers = HEADERS | {"content-encoding": "zstd"}
-    return await world.http.post(path, content=content, headers=headers)
-
-
-def _chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"messages": [*messages], "max_tokens": 2, **more}
 
 
 def deep(depth: int) -> Any:
@@ -90,19 +65,19 @@ UNPARSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "calls": (CHAT, HOSTILE, "240242 lists and objects, the limit is 50000"),
     "calls of Anthropic's": (
         MESSAGES,
-        _chat({"role": "assistant", "content": [{"type": "tool_use"}] * 4000})
+        chat({"role": "assistant", "content": [{"type": "tool_use"}] * 4000})
         | {"tools": [{}] * 50_000},
         "54005 lists and objects, the limit is 50000",
     ),
     "calls to count": (
         COUNT,
-        _chat({"role": "assistant", "content": [{"type": "tool_use"}] * 60_000}),
+        chat({"role": "assistant", "content": [{"type": "tool_use"}] * 60_000}),
         "60004 lists and objects, the limit is 50000",
     ),
     "items": (RESPONSES, {"input": [{}] * 60_000}, "60002 lists and objects, the limit is 50000"),
     "unknown fields": (
         CHAT,
-        _chat(USER) | {str(n): 0 for n in range(490_000)},
+        chat(USER) | {str(n): 0 for n in range(490_000)},
         "490005 keys, the limit is 150000",
     ),
     "unknown fields of completions": (
@@ -112,7 +87,7 @@ UNPARSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "an option": (
         CHAT,
-        _chat(USER, chat_template_kwargs={"reasoning_effort": [0] * 1_000_000}),
+        chat(USER, chat_template_kwargs={"reasoning_effort": [0] * 1_000_000}),
         "1000008 values, the limit is 250000",
     ),
     "lists of prompts": (
@@ -120,7 +95,7 @@ UNPARSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"prompt": [[]] * 5000},
         "5002 lists and objects, the limit is 4096",
     ),
-    "depth": (CHAT, _chat(USER, metadata=deep(70)), "levels of lists and objects"),
+    "depth": (CHAT, chat(USER, metadata=deep(70)), "levels of lists and objects"),
 }
 
 
@@ -137,7 +112,7 @@ async def test_what_would_become_too_many_objects_is_refused_before_one_is_built
 
     monkeypatch.setattr(json_codec, "loads_object", noted)
     path, body, said = UNPARSED[name]
-    answer = await _post(world, path, body)
+    answer = await post(world, path, body)
     assert (answer.status_code, parsed) == (400, []), answer.text
     assert said in answer.json()["error"]["message"]
     assert world.parts.bodies.held_bytes == world.parts.parsed_bodies.held_bytes == 0
@@ -147,22 +122,22 @@ UNCHECKED: dict[str, tuple[str, dict[str, Any], str]] = {
     "prompts": (COMPLETIONS, {"prompt": ["a"] * 480_000}, "480000 prompts, the limit is 1024"),
     "calls in a message": (
         CHAT,
-        _chat(USER | {"tool_calls": [CALL] * 1025}),
+        chat(USER | {"tool_calls": [CALL] * 1025}),
         "1025 calls of tools, the limit is 1024",
     ),
     "calls in all": (
         CHAT,
-        _chat(*[USER | {"tool_calls": [CALL] * 1000}] * 11),
+        chat(*[USER | {"tool_calls": [CALL] * 1000}] * 11),
         "11000 calls of tools in all, the limit is 10000",
     ),
     "parts of a message": (
         CHAT,
-        _chat({"role": "user", "content": [{"type": "text", "text": ""}] * 4097}),
+        chat({"role": "user", "content": [{"type": "text", "text": ""}] * 4097}),
         "4097 parts of content, the limit is 4096",
     ),
     "parts in all": (
         MESSAGES,
-        _chat(*[{"role": "user", "content": [{"type": "text", "text": ""}] * 4001}] * 5),
+        chat(*[{"role": "user", "content": [{"type": "text", "text": ""}] * 4001}] * 5),
         "20005 parts of content in all, the limit is 20000",
     ),
     "parts of a result": (
@@ -170,12 +145,12 @@ UNCHECKED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"input": [{"type": "function_call_output", "output": [{}] * 4097}]},
         "4097 parts of content, the limit is 4096",
     ),
-    "messages": (CHAT, _chat(*[USER] * 10_001), "10001 messages, the limit is 10000"),
+    "messages": (CHAT, chat(*[USER] * 10_001), "10001 messages, the limit is 10000"),
     "items": (RESPONSES, {"input": [USER] * 10_001}, "10001 messages, the limit is 10000"),
-    "tools": (CHAT, _chat(USER, tools=[_tool()] * 1025), "1025 tools, the limit is 1024"),
+    "tools": (CHAT, chat(USER, tools=[_tool()] * 1025), "1025 tools, the limit is 1024"),
     "a field nobody knows": (
         CHAT,
-        _chat(USER) | {f"n{n}": 0 for n in range(100_000)},
+        chat(USER) | {f"n{n}": 0 for n in range(100_000)},
         "the field 'n0' is not known here",
     ),
 }
@@ -194,25 +169,25 @@ async def test_too_many_of_a_kind_are_refused_before_one_is_looked_at(
     for kind in (ChatRequest, CompletionRequest):
         monkeypatch.setattr(kind, "model_validate", classmethod(noted))
     path, body, said = UNCHECKED[name]
-    answer = await _post(world, path, body)
+    answer = await post(world, path, body)
     assert (answer.status_code, looked_at) == (400, []), answer.text
     assert said in answer.json()["error"]["message"]
 
 
 def _calling(arguments: str, times: int = 1) -> dict[str, Any]:
     call = {"function": {"name": "f", "arguments": arguments}}
-    return _chat(*[USER | {"tool_calls": [call]}] * times)
+    return chat(*[USER | {"tool_calls": [call]}] * times)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a list as an option": (
         CHAT,
-        _chat(USER, chat_template_kwargs={"reasoning_effort": ["x"] * 1000}),
+        chat(USER, chat_template_kwargs={"reasoning_effort": ["x"] * 1000}),
         "'reasoning_effort' must be a text, a number, true, false or null, got a list",
     ),
     "a long option": (
         CHAT,
-        _chat(USER, chat_template_kwargs={"reasoning_effort": "x" * 300_000}),
+        chat(USER, chat_template_kwargs={"reasoning_effort": "x" * 300_000}),
         "at most 256 characters",
     ),
     "calls in one turn": (
@@ -222,7 +197,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "calls of one turn": (
         MESSAGES,
-        _chat({"role": "assistant", "content": [{"type": "tool_use", "name": "f"}] * 1025}),
+        chat({"role": "assistant", "content": [{"type": "tool_use", "name": "f"}] * 1025}),
         "1025 calls in a message, the limit is 1024",
     ),
     "lists in arguments": (
@@ -253,7 +228,7 @@ async def test_what_hides_in_texts_and_options_is_refused_in_its_own_terms(
     world: AppWorld, name: str
 ) -> None:
     path, body, said = REFUSED[name]
-    answer = await _post(world, path, body)
+    answer = await post(world, path, body)
     assert answer.status_code == 400, answer.text
     assert said in answer.json()["error"]["message"]
 
@@ -293,7 +268,7 @@ def test_the_first_wrong_entry_of_a_list_or_of_options_ends_the_check(
 )
 def test_a_refused_body_is_gone_with_its_refusal(more: dict[str, Any]) -> None:
     """Without the garbage collector, which rarely looks: texts are nothing that it counts."""
-    raw = orjson.dumps({"model": "toy"} | _chat(USER) | more)
+    raw = orjson.dumps({"model": "toy"} | chat(USER) | more)
     gc.collect()
     gc.disable()
     tracemalloc.start()
@@ -390,12 +365,12 @@ def _notes_texts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 
 LONG = "x y " * 3_000_000
 TOO_LONG: dict[str, tuple[str, dict[str, Any]]] = {
-    "a text": (CHAT, _chat({"role": "user", "content": LONG})),
-    "a text of a trajectory": (CHAT, _chat({"role": "user", "content": LONG}, trajectory="t")),
-    "a schema": (CHAT, _chat(USER, tools=[_tool(description=LONG)])),
+    "a text": (CHAT, chat({"role": "user", "content": LONG})),
+    "a text of a trajectory": (CHAT, chat({"role": "user", "content": LONG}, trajectory="t")),
+    "a schema": (CHAT, chat(USER, tools=[_tool(description=LONG)])),
     "a prompt": (COMPLETIONS, {"prompt": LONG}),
-    "a text of Anthropic's": (MESSAGES, _chat({"role": "user", "content": LONG})),
-    "a text to count": (COUNT, _chat({"role": "user", "content": LONG})),
+    "a text of Anthropic's": (MESSAGES, chat({"role": "user", "content": LONG})),
+    "a text to count": (COUNT, chat({"role": "user", "content": LONG})),
     "an input": (RESPONSES, {"input": LONG}),
 }
 
@@ -407,7 +382,7 @@ async def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(
     """Tokenized whole it takes 2 GB."""
     seen = _notes_texts(monkeypatch)
     path, body = TOO_LONG[name]
-    answer = await _post(world, path, body)
+    answer = await post(world, path, body)
     assert answer.status_code == 400, answer.text
     assert "exceed the context of 32768" in answer.json()["error"]["message"]
     assert sum(length for length, _ in seen) < 300_000
@@ -417,7 +392,7 @@ async def test_a_text_far_beyond_the_context_is_refused_by_its_beginning(
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        (CHAT, _chat({"role": "user", "content": "x" * 20_000})),
+        (CHAT, chat({"role": "user", "content": "x" * 20_000})),
         (COMPLETIONS, {"prompt": "x" * 20_000, "max_tokens": 1}),
         (COMPLETIONS, {"prompt": ["x" * 40] * 500, "max_tokens": 1}),
     ],
@@ -426,7 +401,7 @@ async def test_texts_of_many_characters_are_tokenized_off_the_event_loop(
     world: AppWorld, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = _notes_texts(monkeypatch)
-    answer = await _post(world, path, body)
+    answer = await post(world, path, body)
     assert answer.status_code == 200, answer.text
     assert seen
     assert not any(on_loop for _, on_loop in seen)
@@ -503,36 +478,36 @@ async def test_a_long_conversation_of_an_agent_is_served(tmp_path: Path) -> None
     ]
     schema = {"type": "object", "properties": {f"a{n}": {"type": "string"} for n in range(40)}}
     tools = [_tool(parameters=schema)] * 128
-    body = _chat(*turn * 2000, tools=tools)
+    body = chat(*turn * 2000, tools=tools)
     async with open_app(tmp_path / "data", api_keys=("tml-ann=ann",), **settings) as world:
         await world.facts()
-        answer = await _post(world, CHAT, body)
+        answer = await post(world, CHAT, body)
         # It is read and rendered whole; only the toy's context is too short for it.
         assert "exceed the context of 32768" in answer.json()["error"]["message"]
-        answer = await _post(world, CHAT, _chat(*turn * 200))
+        answer = await post(world, CHAT, chat(*turn * 200))
         assert answer.status_code == 200, answer.text
         assert world.parts.parsed_bodies.held_bytes == 0
 
 
 async def test_brackets_in_a_text_are_text(world: AppWorld) -> None:
-    body = _chat({"role": "user", "content": "[]{},:" * 200_000})
-    answer = await _post(world, CHAT, body)
+    body = chat({"role": "user", "content": "[]{},:" * 200_000})
+    answer = await post(world, CHAT, body)
     assert "exceed the context of 32768" in answer.json()["error"]["message"]
 
 
 async def test_a_prompt_of_many_token_ids_and_many_prompts_are_taken(world: AppWorld) -> None:
-    ids = await _post(world, COMPLETIONS, {"prompt": [5] * 100_000, "max_tokens": 1})
+    ids = await post(world, COMPLETIONS, {"prompt": [5] * 100_000, "max_tokens": 1})
     assert "exceed the context of 32768" in ids.json()["error"]["message"]
-    ids = await _post(world, COMPLETIONS, {"prompt": [5] * 30_000, "max_tokens": 1})
+    ids = await post(world, COMPLETIONS, {"prompt": [5] * 30_000, "max_tokens": 1})
     assert ids.status_code == 200, ids.text
     assert ids.json()["usage"]["prompt_tokens"] == 30_000
-    texts = await _post(world, COMPLETIONS, {"prompt": ["hi"] * 1024, "max_tokens": 1})
+    texts = await post(world, COMPLETIONS, {"prompt": ["hi"] * 1024, "max_tokens": 1})
     assert len(texts.json()["choices"]) == 1024
 
 
 ANSWERED: dict[str, dict[str, Any]] = {
-    CHAT: _chat(USER, tools=[_tool()], logprobs=True, return_token_ids=True, n=2),
-    MESSAGES: _chat(USER, tools=[{"name": "f", "input_schema": {}}]),
+    CHAT: chat(USER, tools=[_tool()], logprobs=True, return_token_ids=True, n=2),
+    MESSAGES: chat(USER, tools=[{"name": "f", "input_schema": {}}]),
     RESPONSES: {
         "input": "hi",
         "instructions": "be",
@@ -547,10 +522,10 @@ async def test_an_answer_to_a_large_body_is_that_to_a_small_one(world: AppWorld,
     """Once the prompt is made, most of a large body is let go; the answer has all it needs."""
     filling = {"metadata": {f"k{n}": [] for n in range(3000)}}
     body = ANSWERED[path] | {"temperature": 0.0, "seed": 1}
-    small, large = [await _post(world, path, body | more) for more in ({}, filling)]
+    small, large = [await post(world, path, body | more) for more in ({}, filling)]
     assert (small.status_code, large.status_code) == (200, 200), large.text
     assert _told(small) == _told(large)
-    streams = [await _post(world, path, body | more | {"stream": True}) for more in ({}, filling)]
+    streams = [await post(world, path, body | more | {"stream": True}) for more in ({}, filling)]
     ends = [stream.text.strip().rpartition("data: ")[2][:40] for stream in streams]
     assert [stream.status_code for stream in streams] == [200, 200]
     assert ends[0] == ends[1]
@@ -564,154 +539,3 @@ def _told(answer: httpx.Response) -> Any:
     for item in told.get("output", ()):
         item.pop("id")
     return told
-
-
-# ------------------------------------------------------------------------------------ turns
-
-
-def _most_parsed_at_once(
-    monkeypatch: pytest.MonkeyPatch, note: Callable[[], None]
-) -> Callable[[], int]:
-    """Call `note` whenever JSON is parsed; returns what tells how many were at most at a time."""
-    lock, counts, now = threading.Lock(), [0], [0]
-    parse = json_codec.loads_object
-
-    def noted(content: bytes, **given: bool) -> dict[str, Any]:
-        with lock:
-            now[0] += 1
-            counts.append(now[0])
-        note()
-        time.sleep(0.02)  # so that those who are not kept apart meet
-        try:
-            return parse(content, **given)
-        finally:
-            with lock:
-                now[0] -= 1
-
-    monkeypatch.setattr(json_codec, "loads_object", noted)
-    return lambda: max(counts)
-
-
-async def test_bodies_of_many_parts_are_read_few_at_a_time_and_off_the_event_loop(
-    world: AppWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: set[threading.Thread] = set()
-    most = _most_parsed_at_once(monkeypatch, lambda: threads.add(threading.current_thread()))
-    answers = await asyncio.gather(*(_post(world, CHAT, NOBODY) for _ in range(12)))
-    assert {answer.status_code for answer in answers} == {400}
-    assert "role 'nobody' is unknown" in answers[0].text
-    assert most() <= READING_AT_ONCE
-    assert threading.current_thread() not in threads
-
-
-OWN: dict[str, tuple[str, dict[str, Any]]] = {
-    "telemetry": ("telemetry", {"session_id": "x", "events": [{}] * 30_000}),
-    "a sample": ("asample", {"prompt": {"chunks": [{"type": "x", "tokens": []}] * 30_000}}),
-    "a pass": ("forward_backward", {"forward_backward_input": {"data": [{}] * 30_000}}),
-    "tags": ("create_session", {"tags": [1] * 100_000}),
-}
-
-
-@pytest.mark.parametrize("name", OWN)
-async def test_large_json_of_our_own_api_waits_for_room_and_its_turn_too(
-    world: AppWorld, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held: list[int] = []
-    budget: BodyBudget = world.parts.parsed_bodies
-    most = _most_parsed_at_once(monkeypatch, lambda: held.append(budget.held_bytes))
-    path, body = OWN[name]
-    content, key = orjson.dumps(body), {"x-api-key": "tml-ann"}
-    posts = [world.http.post(f"/api/v1/{path}", content=content, headers=key) for _ in range(8)]
-    answers = await asyncio.gather(*posts)
-    assert {answer.status_code for answer in answers} == {400}
-    assert most() <= READING_AT_ONCE
-    assert min(held) > len(content)
-    assert world.parts.parsed_bodies.held_bytes == 0
-
-
-async def test_a_body_waits_for_room_for_what_it_becomes(world: AppWorld) -> None:
-    budget: BodyBudget = world.parts.parsed_bodies
-    raw = orjson.dumps(NOBODY)
-    await budget.reserve("ann", budget.per_user_bytes)  # she has her share
-    waiting = asyncio.create_task(_post(world, CHAT, NOBODY))
-    other = await world.http.post(
-        CHAT, content=raw, headers={"authorization": "Bearer tml-bob"}
-    )  # nobody waits for her
-    assert other.status_code == 400
-    assert not waiting.done()
-    budget.release("ann", budget.per_user_bytes)
-    assert (await waiting).status_code == 400
-    assert budget.held_bytes == 0
-
-
-def test_what_a_body_becomes_is_counted_generously() -> None:
-    for body in (BELOW, _chat(*[USER] * 9000), _chat(USER, metadata={"a": [{}] * 40_000})):
-        raw = orjson.dumps({"model": "toy"} | body)
-        tracemalloc.start()
-        made = fields._judged(raw, ChatRequest, lambda body: (body, body.asked()))
-        held, _ = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert made
-        assert held < parsed_json_bytes(raw, json_cost(raw), CHECKED) < 20 * held
-
-
-# ------------------------------------------------------------------------------------ a crowd
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    settings = fuzz.talking_toy(tmp_path / "model")
-    flags = ["--engine", settings["engine"], "--model", settings["models"][0]]
-    flags += ["--alias", f"toy={settings['models'][0]}"]
-    flags += ["--api-key", "tml-ann=ann", "--api-key", "tml-bob=bob"]
-    with ServerProcess(tmp_path / "server", *flags) as server:
-        yield server
-
-
-def _memory_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0]) * 1024
-
-
-@pytest.mark.parametrize("body", [HOSTILE, BELOW], ids=["beyond the bounds", "below them"])
-async def test_many_small_bodies_that_become_large_do_not_fill_the_memory(
-    server: ServerProcess, body: dict[str, Any]
-) -> None:
-    """150 connections of one key, 400 bytes each; another key is served meanwhile."""
-    content = zstandard.compress(orjson.dumps(body))
-    assert len(content) < 1000
-    headers = {"authorization": "Bearer tml-ann", "content-encoding": "zstd"}
-    limits = httpx.Limits(max_connections=150)
-    async with (
-        httpx.AsyncClient(base_url=server.base_url, timeout=600, limits=limits) as crowd,
-        httpx.AsyncClient(base_url=server.base_url, timeout=600) as other,
-    ):
-        posts = [
-            asyncio.create_task(crowd.post(CHAT, content=content, headers=headers))
-            for _ in range(150)
-        ]
-        polite = asyncio.create_task(_polite(other, posts))
-        try:
-            while not polite.done():
-                held = _memory_bytes(server.pid)
-                num_answered = sum(post.done() for post in posts)
-                assert held < GIB, f"{held} bytes, {num_answered} of 150 answered"
-                await asyncio.sleep(0.02)
-            assert await polite > 0
-            assert {post.result().status_code for post in posts} <= {200, 400, 429}
-        finally:
-            for task in (polite, *posts):
-                task.cancel()
-            await asyncio.gather(polite, *posts, return_exceptions=True)
-
-
-async def _polite(other: httpx.AsyncClient, posts: list[asyncio.Task[httpx.Response]]) -> int:
-    """Ask a small thing again and again while the crowd waits; gives how often."""
-    small = {"model": "toy", "messages": [USER], "max_tokens": 2}
-    num_served = 0
-    while not all(post.done() for post in posts):
-        key = {"authorization": "Bearer tml-bob"}
-        answer = await other.post(CHAT, json=small, headers=key)
-        assert answer.status_code == 200, answer.text
-        num_served += 1
-    return num_served
