@@ -92,18 +92,18 @@ _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 
 def _parameters(inside: str) -> Iterator[tuple[str, str]]:
     """Keys and values, from left to right; the first one without an end is the last looked at."""
-    at = 0
-    while (at := inside.find(_PARAMETER, at)) >= 0:
-        at += len(_PARAMETER)
-        opened = inside.find(">", at, at + MAX_NAME + 1)
-        key = inside[at : max(opened, at)]
+    start = 0
+    while (start := inside.find(_PARAMETER, start)) >= 0:
+        start += len(_PARAMETER)
+        opened = inside.find(">", start, start + MAX_NAME + 1)
+        key = inside[start : max(opened, start)]
         if not key or "\n" in key:
             continue
         end = inside.find(_END_PARAMETER, opened)
         if end < 0:
             return
         yield key, inside[opened + 1 : end].removeprefix("\n").removesuffix("\n")
-        at = end
+        start = end
 
 
 class _DeclaredTexts:
@@ -257,9 +257,10 @@ class _HarmonyReader:
         pieces: list[Piece] = []
         if self._kind is None:
             # Without any header it is a model that does not speak harmony: what it said is content.
-            said = "".join(self._header) + self._marked.rest()
-            if said.strip() and "<|channel|>" not in said and not said.startswith("<|start|>"):
-                pieces.append(Piece("content", said))
+            header = "".join(self._header) + self._marked.rest()
+            is_said = "<|channel|>" not in header and not header.startswith("<|start|>")
+            if is_said and header.strip():
+                pieces.append(Piece("content", header))
             self._header = []
         else:
             self._say(pieces, self._marked.rest())

@@ -93,13 +93,13 @@ class MarkedText:
 
     def take(self, marks: tuple[str, ...]) -> tuple[str, str]:
         """The text before the next mark, and the mark; empty when none is there yet."""
-        found = _either(marks).search(self._text, self._at) if marks else None
-        if found is None:
+        match = _either(marks).search(self._text, self._at) if marks else None
+        if match is None:
             end, mark = len(self._text) - self._num_begun(marks), ""
             start, self._at = self._at, end
         else:
-            end, mark = found.start(), found[0]
-            start, self._at = self._at, found.end()
+            end, mark = match.start(), match[0]
+            start, self._at = self._at, match.end()
         return self._text[start:end], mark
 
     def rest(self) -> str:

@@ -83,7 +83,7 @@ def run_of(state: State, text: str) -> str:
     servers = list(_servers(state))
     if len(servers) > 1:
         route = f"{API}/training_runs/{quote(text, safe='')}"
-        has_run = (one for one in servers if _get(one, route).status_code == 200)
+        has_run = (server for server in servers if _get(server, route).status_code == 200)
         state.base_url = next(has_run, state.base_url)
     return text
 
@@ -91,13 +91,13 @@ def run_of(state: State, text: str) -> str:
 def servers_here() -> list[str]:
     """The servers of this machine that have runs of this user: private, and `tinkex serve`."""
     private = private_data_folder()
-    found = ["local"] if (private / "tinkex.db").exists() else []
+    servers = ["local"] if (private / "tinkex.db").exists() else []
     for file in sorted((state_folder() / SERVING).glob("*.json")):
         record = read_record(file)
         is_other = record.get("data_dir") != str(private.resolve())
         if is_other and record.get("needs_key") is False and is_alive(record.get("pid")):
-            found.append(str(record.get("base_url")))
-    return found
+            servers.append(str(record.get("base_url")))
+    return servers
 
 
 def _of_server(state: State, text: str, run: NamedRun) -> str | None:
@@ -113,7 +113,7 @@ def _of_server(state: State, text: str, run: NamedRun) -> str | None:
     path = answer.json().get("path")
     if path is None:
         return text
-    own = {TinkerPath.parse(one).run_id for one in (run.state_path, run.sampler_path) if one}
+    own = {TinkerPath.parse(p).run_id for p in (run.state_path, run.sampler_path) if p}
     return None if TinkerPath.parse(path).run_id in own else str(path)
 
 

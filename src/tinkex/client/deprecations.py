@@ -37,10 +37,10 @@ def warn_once(what: str, instead: str) -> None:
 
 def _caller(frame: FrameType) -> tuple[FrameType | None, int]:
     """The first frame above `frame` that is neither the client's nor asyncio's, and how far."""
-    level, at = 1, frame.f_back
-    while at is not None:
+    level, caller = 1, frame.f_back
+    while caller is not None:
         level += 1
-        if not at.f_code.co_filename.startswith(_BETWEEN):
-            return at, level
-        at = at.f_back
+        if not caller.f_code.co_filename.startswith(_BETWEEN):
+            return caller, level
+        caller = caller.f_back
     return None, level

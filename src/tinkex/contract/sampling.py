@@ -152,8 +152,8 @@ def check_draws(options: SampleOptions, num_tokens: int) -> None:
 
     Each reads a row of the vocabulary, and those of a whole stretch of the prompt are one pass.
     """
-    asked = Cost(draws=options.prompt_alt_tokens_k * (num_tokens - 1))
-    if exceeded := RESULT.exceeded(asked):
+    cost = Cost(draws=options.prompt_alt_tokens_k * (num_tokens - 1))
+    if exceeded := RESULT.exceeded(cost):
         raise InvalidInputError(
             f"{options.prompt_alt_tokens_k} at each place of {num_tokens} tokens are {exceeded}; "
             "ask for fewer, or shorten the prompt",

@@ -44,9 +44,9 @@ def split_config(
         InvalidInputError: The name is none, or the coefficient cannot be used.
     """
     rest = {key: value for key, value in config.items() if key not in (NAME, COEF)}
-    given = {key: value for key, value in config.items() if key == COEF}
+    own = {key: value for key, value in config.items() if key == COEF}
     if NAME not in config:
-        if given:
+        if own:
             raise InvalidInputError(f"needs a {NAME}", path=f"loss_fn_config.{COEF}")
         return None, rest
     name = config[NAME]
@@ -55,10 +55,10 @@ def split_config(
             f"must be a base model or a tinker:// path, got {shown(name)}", path=PATH
         )
     loss = LOSSES.get(loss_fn)
-    if given and (loss is None or loss.teacher != "added to A"):
+    if own and (loss is None or loss.teacher != "added to A"):
         raise InvalidInputError(
             f"loss {loss_fn!r} adds no advantages and has no use for it; leave it out",
             path=f"loss_fn_config.{COEF}",
         )
-    coef = read_all(SETTINGS, given, of="a teacher", path="loss_fn_config")[COEF]
+    coef = read_all(SETTINGS, own, of="a teacher", path="loss_fn_config")[COEF]
     return TeacherName(name, float(coef)), rest

@@ -31,8 +31,8 @@ def free_bytes(proc: Path = PROC, groups: Path = GROUPS) -> int | None:
 
     Cached files count as free, as in the kernel's own figure for the machine.
     """
-    found = [_free_in(version, folder) for version, folder in memory_groups(proc, groups)]
-    return min((size for size in found if size is not None), default=None)
+    free = [_free_in(version, folder) for version, folder in memory_groups(proc, groups)]
+    return min((size for size in free if size is not None), default=None)
 
 
 def _trees(proc: Path, groups: Path) -> Iterator[tuple[int, Path, str]]:

@@ -125,12 +125,12 @@ class RunLog:
                 if before.get(name) != wanted.get(name)
             )
             if changed:
-                told = "; ".join(
+                differences = "; ".join(
                     f"{name}={before.get(name)!r}, now {wanted.get(name)!r}" for name in changed
                 )
                 raise ConfigError(
-                    f"{self.folder} holds a run with other settings: {told}. To go on with that "
-                    f"run as it was, `tinkex train resume {self.folder}`; to train anew, name "
+                    f"{self.folder} holds a run with other settings: {differences}. To go on with "
+                    f"that run as it was, `tinkex train resume {self.folder}`; to train anew, name "
                     "another log folder."
                 )
         json_lines.write_whole(file, [json.dumps(config, indent=2), "\n"])

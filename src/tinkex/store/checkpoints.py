@@ -118,16 +118,16 @@ class Checkpoints(StoredNoun):
 
     def search(self, query: CheckpointQuery, limit: int) -> list[Checkpoint]:
         """Newest first. Conditions on metadata are the caller's to filter."""
-        found = select(_table).where(*_conditions(query)).order_by(*_NEWEST).limit(limit)
-        return self._all(Checkpoint, found)
+        newest = select(_table).where(*_conditions(query)).order_by(*_NEWEST).limit(limit)
+        return self._all(Checkpoint, newest)
 
     def projects_of(self, user_id: str, among: Sequence[str]) -> set[str]:
         """Keep the projects in which a user has a session or a checkpoint."""
-        found: set[str] = set()
+        projects: set[str] = set()
         for table in (schema.sessions, _table):
             mine = (table.c.user_id == user_id, table.c.project_id.in_(among))
-            found.update(self._scalars(select(table.c.project_id).where(*mine).distinct()))
-        return found
+            projects.update(self._scalars(select(table.c.project_id).where(*mine).distinct()))
+        return projects
 
     def totals_of_sessions(self, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         """(number, bytes) of the checkpoints of each session."""

@@ -229,8 +229,8 @@ class Models(StoredNoun):
         name = func.coalesce(_table.c.name, sessions.c.display_name)
         query = select(name).join(sessions, sessions.c.session_id == _table.c.session_id)
         query = query.where(_table.c.user_id == user_id, _LAST, name.is_not(None))
-        found = self._scalars(query.order_by(_table.c.created_at.desc()).limit(limit))
-        return list(dict.fromkeys(found))
+        names = self._scalars(query.order_by(_table.c.created_at.desc()).limit(limit))
+        return list(dict.fromkeys(names))
 
     def segments(self, model: Model) -> list[Model]:
         """All segments of the run that a model belongs to, the first one first."""

@@ -13,8 +13,8 @@ _table, _NAME = schema.meta, "rates"
 
 class StoredRates(StoredNoun):
     def read(self) -> str | None:
-        found = self._scalars(select(_table.c.value).where(_table.c.name == _NAME))
-        return found[0] if found else None
+        texts = self._scalars(select(_table.c.value).where(_table.c.name == _NAME))
+        return texts[0] if texts else None
 
     def write(self, text: str) -> None:
         def write(connection: Connection) -> None:

@@ -57,7 +57,7 @@ class WholeRun:
     def name(self) -> str | None:
         """The name that its user gave it, else that of its session."""
         last = self.segments[-1]
-        shown = [one.display_name for one in self.sessions if one.session_id == last.session_id]
+        shown = [s.display_name for s in self.sessions if s.session_id == last.session_id]
         return last.name or next(iter(shown), None)
 
     def given_to(self, owner: str, checkpoints: list[Checkpoint]) -> WholeRun:
@@ -113,14 +113,14 @@ class Runs(StoredNoun):
             for session in run.sessions:  # several runs may be of one
                 row = row_of(session) | {"status_type": session.status["type"]}
                 connection.execute(insert_or_ignore(connection, schema.sessions), row)
-            connection.execute(insert(_models), [row_of(one) for one in run.segments])
+            connection.execute(insert(_models), list(map(row_of, run.segments)))
             for checkpoint in run.checkpoints:
                 connection.execute(insert(_marks), row_of(checkpoint))
                 self._stored.add(checkpoint.user_id, "checkpoints", checkpoint.size_bytes)
             for curve in run.curves:
                 row = row_of(curve) | {"updated_at": time.time()}
                 connection.execute(insert(schema.curves), row)
-            return [one.name for one in run.names if not _is_added(connection, one)]
+            return [named.name for named in run.names if not _is_added(connection, named)]
 
         return self._writer.run(write)
 
@@ -144,8 +144,8 @@ class Runs(StoredNoun):
         expected = {segment.model_id for segment in segments}
 
         def write(connection: Connection) -> DeletedRun:
-            found = {one.model_id for one in self._checked(connection, model)}
-            if found != expected:
+            known = {segment.model_id for segment in self._checked(connection, model)}
+            if known != expected:
                 raise InvalidInputError("the run was resumed or deleted meanwhile; look again")
             ids = tuple(expected)
             checkpoints = self._drop_checkpoints(connection, ids)

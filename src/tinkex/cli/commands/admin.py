@@ -282,9 +282,9 @@ def _data_dir(given: Path | None) -> Path:
 
 def _show_adopted(state: State, data_dir: Path, adopted: Adopted) -> None:
     def told(runs: list[WholeRun]) -> list[dict[str, Any]]:
-        return [{"run_id": one.model_id, "name": one.name, "user": one.user_id} for one in runs]
+        return [{"run_id": run.model_id, "name": run.name, "user": run.user_id} for run in runs]
 
-    num_bytes = sum(one.size_bytes for run in adopted.runs for one in run.checkpoints)
+    num_bytes = sum(saved.size_bytes for run in adopted.runs for saved in run.checkpoints)
     facts: dict[str, Any] = {"Data folder": str(data_dir), "Adopted": len(adopted.runs)}
     facts |= {"Bytes": size(num_bytes), "Here already": len(adopted.there)}
     facts |= {f"Refused: {run_id}": why for run_id, why in adopted.refused.items()}

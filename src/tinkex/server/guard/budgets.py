@@ -80,8 +80,8 @@ class Prices:
 
     def _price(self, name: str) -> float:
         model, _, kind = name.rpartition(" ")
-        found = self._by_model.get(f"{self.model_of(model)} {kind}")
-        return self.per_million.get(kind, 0.0) if found is None else found
+        price = self._by_model.get(f"{self.model_of(model)} {kind}")
+        return self.per_million.get(kind, 0.0) if price is None else price
 
     @cached_property
     def _by_model(self) -> dict[str, float]:
@@ -235,8 +235,8 @@ class SpendingBudgets:
     def find(self, scope: BudgetScope, subject: str, unit: BudgetUnit) -> LiveBudget | None:
         """The budget of a subject; a later segment of a run has those of the first one, too."""
         subjects = self._subjects(scope, subject)
-        found = (self._live.get((scope, one), {}).get(unit) for one in subjects)
-        return next((live for live in found if live is not None), None)
+        budgets = (self._live.get((scope, name), {}).get(unit) for name in subjects)
+        return next((live for live in budgets if live is not None), None)
 
     async def first_of(self, scope: BudgetScope, subject: str) -> str:
         """The subject that a new budget is set on: of a run, its first segment."""
@@ -342,10 +342,10 @@ class SpendingBudgets:
         if key_id is not None:
             subjects.append(("key", str(key_id)))
         if run_id:
-            subjects += [("run", one) for one in self._subjects("run", run_id)]
-        found = [live for subject in subjects for live in self._live.get(subject, {}).values()]
+            subjects += [("run", name) for name in self._subjects("run", run_id)]
+        budgets = [live for subject in subjects for live in self._live.get(subject, {}).values()]
         # Others may sample from a public checkpoint of a run: that is not its owner's use.
-        return [live for live in found if live.budget.user_id == user_id]
+        return [live for live in budgets if live.budget.user_id == user_id]
 
     def _wake_all(self) -> None:
         self._changed.set()

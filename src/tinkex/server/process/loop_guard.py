@@ -131,12 +131,12 @@ class LoopGuard:
             if frame is None or not self._is_of_ours(frame):
                 continue
             # Not as text: that reads files, and the callback would be over before it is charged.
-            stack = tuple((one.f_code, one.f_lineno) for one in _frames(frame))
+            stack = tuple((each.f_code, each.f_lineno) for each in _frames(frame))
             if self._is_running and self._number == number:
                 self._spent[stack] += spent_s
 
     def _is_of_ours(self, frame: FrameType) -> bool:
-        return any(self._is_ours(one) for one in _frames(frame))
+        return any(map(self._is_ours, _frames(frame)))
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

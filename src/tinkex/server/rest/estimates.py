@@ -31,12 +31,12 @@ async def estimate(service: Service, user: User, asked: EstimateRequest) -> Esti
         await service.model(user, asked.run_id)
     seconds = _seconds(asked, base_model, service.rates)
     scored = {service.catalog.resolve(name): n for name, n in asked.scored_tokens.items() if n}
-    told = {f"{work} on {base_model}": took for work, took in seconds.items()}
+    by_work = {f"{work} on {base_model}": took for work, took in seconds.items()}
     for model, num_tokens in scored.items():
         rate = service.rates.rate(model, PREFILL)
-        told[f"{PREFILL} on {model}"] = None if rate is None else rate * num_tokens
-    unmeasured = [work for work, took in told.items() if took is None]
-    total = None if unmeasured else sum(took for took in told.values() if took is not None)
+        by_work[f"{PREFILL} on {model}"] = None if rate is None else rate * num_tokens
+    unmeasured = [work for work, took in by_work.items() if took is None]
+    total = None if unmeasured else sum(took for took in by_work.values() if took is not None)
     counts = {
         f"{base_model} training": float(asked.training_tokens),
         f"{base_model} sampling_prefill": float(asked.forward_tokens + asked.prefill_tokens),
@@ -74,8 +74,8 @@ def _seconds(
         SaveWeights.name: asked.state_saves,
         SaveWeightsForSampler.name: asked.sampler_saves + asked.snapshots,
     }
-    found = {work: rates.rate(base_model, work) for work, amount in amounts.items() if amount}
-    return {work: None if rate is None else rate * amounts[work] for work, rate in found.items()}
+    measured = {work: rates.rate(base_model, work) for work, amount in amounts.items() if amount}
+    return {work: None if rate is None else rate * amounts[work] for work, rate in measured.items()}
 
 
 def _checkpoint_bytes(asked: EstimateRequest, base_model: str, rates: MeasuredRates) -> int | None:

@@ -48,12 +48,12 @@ async def stop_run(
     """
     store = service.store
     model = await visible_run(store, run_id, user, with_public=False)
-    told = "The run was stopped by its owner" + (f": {asked.reason}." if asked.reason else ".")
+    error = "The run was stopped by its owner" + (f": {asked.reason}." if asked.reason else ".")
     lane = service.find_lane(model.model_id)
-    num_ended = lane.stop(Outcome(error=told, category="user")) if lane else 0
+    num_ended = lane.stop(Outcome(error=error, category="user")) if lane else 0
     siblings = await store.call(store.models.of_session, model.session_id)
-    if all(one.model_id == model.model_id or one.continued_by for one in siblings):
-        status = {"type": "cancelled", "detail": told}
+    if all(other.model_id == model.model_id or other.continued_by for other in siblings):
+        status = {"type": "cancelled", "detail": error}
         if await store.call(store.sessions.finish, model.session_id, status):
             await service.finish_session(model.session_id)
     details = {"run_id": model.model_id, "reason": asked.reason, "num_ended": num_ended}

@@ -80,13 +80,13 @@ async def weights_info(
 
 @serve(router, "get_sampler")
 async def get_sampler(store: Store, user: User, sampler_id: Text) -> types.GetSamplerResponse:
-    found = await store.call(store.sampling.get, sampler_id)
-    if found is None or found.user_id != user.user_id:
+    sampler = await store.call(store.sampling.get, sampler_id)
+    if sampler is None or sampler.user_id != user.user_id:
         raise ApiError(404, f"No sampler {sampler_id!r} of yours.")
     return types.GetSamplerResponse(
-        sampler_id=found.sampling_session_id,
-        base_model=found.base_model,
-        model_path=found.model_path,
+        sampler_id=sampler.sampling_session_id,
+        base_model=sampler.base_model,
+        model_path=sampler.model_path,
     )
 
 
@@ -109,7 +109,7 @@ async def whole_view(service: Service, model: Model, user: User) -> types.Traini
     segments = await service.store.call(service.store.models.segments, model)
     own = {"settings": model.settings, **_where_it_runs(service.workers.pool, model.model_id)}
     if len(segments) > 1:
-        own["segments"] = [_segment(one) for one in segments]
+        own["segments"] = list(map(_segment, segments))
     return view.model_copy(update=own)
 
 

@@ -31,18 +31,18 @@ def matching_page(
     limit: int,
 ) -> tuple[list[Row], Position | None]:
     """Up to `limit` rows that match, and the position after which the next page starts."""
-    found: list[Row] = []
+    matching: list[Row] = []
     for _ in range(MAX_SCANNED // SCAN_PAGE):
         page = rows_before(before, SCAN_PAGE)
         for row in page:
             if matches(row):
-                found.append(row)
-            if len(found) == limit:
-                return found, position(row)
+                matching.append(row)
+            if len(matching) == limit:
+                return matching, position(row)
         if len(page) < SCAN_PAGE:
-            return found, None
+            return matching, None
         before = position(page[-1])
-    return found, before
+    return matching, before
 
 
 def has_metadata(stored: Mapping[str, Any] | None, asked: Mapping[str, str]) -> bool:

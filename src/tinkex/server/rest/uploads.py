@@ -53,8 +53,8 @@ async def start(request: Request, user: CurrentUser) -> Response:
     )
     urls = {}
     for name in names:
-        named = {"upload": upload.upload_id, "name": name}
-        urls[name], _ = await link(request, named, name, to="uploads")
+        resource = {"upload": upload.upload_id, "name": name}
+        urls[name], _ = await link(request, resource, name, to="uploads")
     return answer(
         types.ExternalWeightsUploadStartResponse(
             upload_id=upload.upload_id, urls=urls, expires=moment(upload.expires_at)

@@ -275,13 +275,13 @@ class LiveCurves:
     ) -> dict[str, dict[str, Curve]]:
         """Some curves of many runs by run and name: from memory, or from the store."""
         elsewhere = [run_id for run_id in run_ids if run_id not in self._runs]
-        found: dict[str, dict[str, Curve]] = {}
+        curves: dict[str, dict[str, Curve]] = {}
         for stored in await self._store.call(self._store.curves.of_runs, elsewhere, names):
-            found.setdefault(stored.model_id, {})[stored.name] = Curve.unpacked(stored)
+            curves.setdefault(stored.model_id, {})[stored.name] = Curve.unpacked(stored)
         for run_id in run_ids:
             if (run := self._runs.get(run_id)) is not None:
-                found[run_id] = {n: run.curves[n] for n in names if n in run.curves}
-        return found
+                curves[run_id] = {n: run.curves[n] for n in names if n in run.curves}
+        return curves
 
     def _stored_courses(
         self, run_ids: Sequence[str], names: Sequence[str]

@@ -112,9 +112,9 @@ def main() -> None:
         job = json.loads(line)
         _allow_cpu()
         payload = Payload(jobs, job["size"])
-        told = answer_to(job["task"], job["facts"], payload)
+        answer = answer_to(job["task"], job["facts"], payload)
         payload.skip()
-        answers.write(json.dumps(told).encode() + b"\n")
+        answers.write(json.dumps(answer).encode() + b"\n")
         answers.flush()
 
 

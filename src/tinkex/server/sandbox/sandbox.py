@@ -63,29 +63,29 @@ class Sandbox:
         """
         mine = self._own_turns.setdefault(user_id, asyncio.Lock())
         async with mine, self._turns.slot(user_id, cost):
-            told = await self._ask(task, facts, payload)
-        if told is None:
+            answer = await self._ask(task, facts, payload)
+        if answer is None:
             logger.warning("the sandbox ended with a job of %s: %s", user_id, task)
             raise InvalidInputError(
                 f"it took more than {self._time_s:g} s, or more memory than it may; send less"
             )
-        return _result(told, task)
+        return _result(answer, task)
 
     async def _ask(self, task: str, facts: dict[str, Any], payload: bytes) -> dict[str, Any] | None:
         process = await self._ready()
         self._busy.add(process)
         timer = asyncio.get_running_loop().call_later(self._time_s, process.kill)
-        told = None
+        answer = None
         try:
-            told = await asyncio.to_thread(process.ask, task, facts, payload)
+            answer = await asyncio.to_thread(process.ask, task, facts, payload)
         finally:
             timer.cancel()
             self._busy.discard(process)
-            if told is None:  # it died, or the caller went away and does not wait for it
+            if answer is None:  # it died, or the caller went away and does not wait for it
                 await asyncio.to_thread(process.end)
             else:
                 self._idle.append(process)
-        return told
+        return answer
 
     async def _ready(self) -> _Process:
         while self._idle:
@@ -159,23 +159,23 @@ def _line(job: dict[str, Any]) -> bytes:
 
 
 def _read(line: bytes) -> dict[str, Any]:
-    told: dict[str, Any]
+    answer: dict[str, Any]
     try:
-        told = orjson.loads(line)
+        answer = orjson.loads(line)
     except orjson.JSONDecodeError:  # NaN, which `json` writes
-        told = json.loads(line)
-    return told
+        answer = json.loads(line)
+    return answer
 
 
-def _result(told: dict[str, Any], task: str) -> Any:
-    if "result" in told:
-        return told["result"]
-    if "refused" in told:
-        path = told.get("path", "")
-        kind = _KINDS.get(told.get("kind", ""), InvalidInputError)
+def _result(answer: dict[str, Any], task: str) -> Any:
+    if "result" in answer:
+        return answer["result"]
+    if "refused" in answer:
+        path = answer.get("path", "")
+        kind = _KINDS.get(answer.get("kind", ""), InvalidInputError)
         # An error's text begins with its path.
-        raise kind(told["refused"].removeprefix(f"{path}: "), path=path)
-    if "errno" in told:
-        raise OSError(told["errno"], told["strerror"])
-    logger.error("the sandbox failed with %s: %s", task, told["failed"])
+        raise kind(answer["refused"].removeprefix(f"{path}: "), path=path)
+    if "errno" in answer:
+        raise OSError(answer["errno"], answer["strerror"])
+    logger.error("the sandbox failed with %s: %s", task, answer["failed"])
     raise ApiError(500, "The server failed in its sandbox; its log says more.")

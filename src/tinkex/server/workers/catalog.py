@@ -27,8 +27,8 @@ _WITH_CONTEXT = re.compile(r"(.+):peft:(\d{1,12})", re.DOTALL)
 
 def split_context(name: str) -> tuple[str, int | None]:
     """A name of the hosted service, `BASE:peft:TOKENS`, as base model and length of context."""
-    found = _WITH_CONTEXT.fullmatch(name)
-    return (found[1], int(found[2])) if found else (name, None)
+    match = _WITH_CONTEXT.fullmatch(name)
+    return (match[1], int(match[2])) if match else (name, None)
 
 
 class Catalog:

@@ -34,8 +34,8 @@ class PlainRecord:
             raise InvalidInputError(f"expected an object, got {type(value).__name__}")
         kinds = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]
         try:
-            given = {n: _read(part, kinds[n]) for n, part in value.items() if n in kinds}
-            return cls(**given)
+            parts = {n: _read(part, kinds[n]) for n, part in value.items() if n in kinds}
+            return cls(**parts)
         except (TypeError, ValueError) as exc:
             if isinstance(exc, InvalidInputError):
                 raise

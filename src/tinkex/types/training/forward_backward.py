@@ -130,10 +130,10 @@ class _Pass(Value):
         if isinstance(number, bool) or not isinstance(number, int | None):
             raise InvalidInputError(f"expected a whole number, got {number!r}", path="seq_id")
         try:
-            asked = ForwardBackwardInput._validate_object(value.get(cls._INPUT))
+            request = ForwardBackwardInput._validate_object(value.get(cls._INPUT))
         except InvalidInputError as exc:
             raise nest(exc, cls._INPUT) from exc
-        return cls._make(asked, value["model_id"], number)
+        return cls._make(request, value["model_id"], number)
 
     def to_dict(self) -> dict[str, Any]:
         number = {} if self.seq_id is None else {"seq_id": self.seq_id}
