@@ -170,7 +170,7 @@ class ModelNames:
         listed: dict[str, ListedModel | None] = dict.fromkeys(taken)
         for model in models:
             session = sessions.get(model.session_id)
-            name = name_of(model, session.display_name if session else None)
+            name = name_of(model, session)
             if name is not None and name not in listed:
                 checkpoint = last.get(model.model_id)
                 # The newest run of a name is meant by it, also one without a checkpoint.

@@ -50,7 +50,7 @@ async def _choices(request: Request, user: User) -> list[tuple[str, list[tuple[s
         if model is None:
             return row.path
         session = sessions.get(model.session_id)
-        name = name_of(model, session.display_name if session else None) or model.model_id
+        name = name_of(model, session) or model.model_id
         return f"{name} · {row.name}"
 
     groups = [

@@ -82,9 +82,9 @@ class ServerRuns(Source):
         status, why = self._status(model, session)
         return {
             "run_id": model.model_id,
-            "name": name_of(model, session.display_name if session else None) or model.model_id,
+            "name": name_of(model, session) or model.model_id,
             "own_name": model.name or "",
-            "tags": tags_of(model, session.tags if session else []),
+            "tags": tags_of(model, session),
             "owner": model.user_id,
             "note": model.note or "",
             "project": (session.project_id if session else None) or "",

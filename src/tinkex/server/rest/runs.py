@@ -161,8 +161,8 @@ def _progress(
 ) -> dict[str, Any]:
     state, _ = state_of(model, session, service.doing(model.model_id))
     known: dict[str, Any] = {
-        "name": name_of(model, session.display_name if session else None),
-        "tags": tags_of(model, session.tags if session else []),
+        "name": name_of(model, session),
+        "tags": tags_of(model, session),
         "project_id": session.project_id if session else None,
         "state": state,
     }

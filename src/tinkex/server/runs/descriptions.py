@@ -15,7 +15,7 @@ import orjson
 from tinkex.errors import InvalidInputError
 from tinkex.server.process.problems import ApiError
 from tinkex.server.runs.curves import LiveCurves
-from tinkex.store import Model, Store
+from tinkex.store import Model, Session, Store
 from tinkex.types.account.checkpoints import TinkerPath
 from tinkex.types.service.extensions import Continuation, DescribeRunRequest
 
@@ -38,12 +38,14 @@ def given_name(metadata: Mapping[str, Any] | None) -> str | None:
         return None  # it stays metadata
 
 
-def name_of(model: Model, session_name: str | None) -> str | None:
-    return model.name or session_name or None
+def name_of(model: Model, session: Session | None) -> str | None:
+    """The name of a run: its own, else that of its session."""
+    return model.name or (session.display_name if session else None) or None
 
 
-def tags_of(model: Model, session_tags: list[str]) -> list[str]:
-    return list(session_tags if model.tags is None else model.tags)
+def tags_of(model: Model, session: Session | None) -> list[str]:
+    """The tags of a run: its own, else those of its session."""
+    return list((session.tags if session else []) if model.tags is None else model.tags)
 
 
 async def describe(
