@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from tinkex import ServiceClient, events
 from tinkex.chat.tokenizer import FastTokenizer
 from tinkex.client import tokenizers
 from tinkex.client.config import LLAMA3_MIRRORS, ClientConfig
@@ -132,6 +133,29 @@ def test_what_a_server_on_this_machine_fetched_is_found(folder, tmp_path):
     assert load_tokenizer("org/Base-Instruct").encode("cached") == [4]
     with pytest.raises(ModelNotFoundError):  # another model whose name begins alike
         load_tokenizer("org/Base")
+
+
+def test_a_sampler_s_tokenizer_comes_with_the_model_that_the_server_fetches(
+    folder, tmp_path, toy_server
+):
+    """The first program on a new machine, when it samples a base model and trains nothing."""
+    base_model = "tinkex/SmolLM2-135M-Instruct-Q4"
+    fetched = tmp_path / "cache" / "models" / "SmolLM2-135M-Instruct-q4_1-v1"
+
+    def on_first_sample(event):
+        """Stands for the server, which fetches a model when it is first used."""
+        is_sample = event.name == "http.request.start" and "asample" in event.fields["path"]
+        if is_sample and not fetched.exists():
+            write_tokenizer(fetched, "captain")
+
+    unsubscribe = events.subscribe(on_first_sample)
+    try:
+        with ServiceClient(base_url=toy_server) as service:
+            sampler = service.create_sampling_client(base_model=base_model).result()
+            assert not fetched.exists()
+            assert sampler.get_tokenizer().encode("captain") == [4]
+    finally:
+        unsubscribe()
 
 
 def test_a_tokenizer_that_is_nowhere_lists_where_it_was_looked_for(folder):

@@ -29,6 +29,7 @@ from tinkex.client.twins import awaited
 from tinkex.errors import (
     APIResponseValidationError,
     InvalidInputError,
+    ModelNotFoundError,
 )
 from tinkex.types.account.checkpoints import is_tinker_path
 
@@ -221,7 +222,10 @@ class SamplingClient(SampleCalls):
         return self.holder.spawn(ask)
 
     def get_tokenizer(self, *, options: Options = None) -> DirectFuture[Tokenizer]:
-        """The tokenizer of the base model; the first call may download it."""
+        """The tokenizer of the base model; the first call may download it.
+
+        A server on this machine that has not fetched the model yet fetches it now.
+        """
         from tinkex.client.tokenizers import load_tokenizer
 
         asked = self._base_model(options)
@@ -229,7 +233,15 @@ class SamplingClient(SampleCalls):
         mirrors = self.holder.config.tokenizer_mirrors
 
         async def load(waiting: Waiting) -> Tokenizer:
-            return await asyncio.to_thread(load_tokenizer, await asked, mirrors=mirrors)
+            name = await asked
+            try:
+                return await asyncio.to_thread(load_tokenizer, name, mirrors=mirrors)
+            except ModelNotFoundError:
+                if not self.holder.config.is_local:
+                    raise
+            # A server on this machine fetches a model, tokenizer included, when it is first used.
+            await self.compute_logprobs(types.ModelInput.from_ints([0]), options=options)
+            return await asyncio.to_thread(load_tokenizer, name, mirrors=mirrors)
 
         return DirectFuture.of(spawn(load), "get_tokenizer")
 
