@@ -8,6 +8,7 @@ runs on machines that have neither pydantic nor httpx.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -20,7 +21,12 @@ def _rebuild(cls: type[TinkerError], args: tuple[Any, ...], state: dict[str, Any
     return error
 
 
-def is_retryable(category: str, status: int | None = None) -> bool:
+def wish_to_retry(headers: Mapping[str, str]) -> bool | None:
+    """The `x-should-retry` of an answer, in any case; None where the server leaves it open."""
+    return {"true": True, "false": False}.get(headers.get("x-should-retry", "").strip().lower())
+
+
+def is_retryable(category: str | None, status: int | None = None) -> bool:
     """Whether the same request may succeed later: the one table, asked by all that tries again.
 
     408, 409 and 429 pass by themselves, whoever is said to be at fault. Otherwise a user's mistake
@@ -29,7 +35,7 @@ def is_retryable(category: str, status: int | None = None) -> bool:
     """
     if status in (408, 409, 429):
         return True
-    return category.lower() != "user" and (status is None or status >= 500)
+    return (category or "").lower() != "user" and (status is None or status >= 500)
 
 
 class TinkerError(Exception):
@@ -316,10 +322,8 @@ class APIStatusError(APIError):
     @property
     def retryable(self) -> bool:
         """The server's `x-should-retry` decides, where it sends one; else the table."""
-        said = self.headers.get("x-should-retry")
-        if said in ("true", "false"):
-            return said == "true"
-        return is_retryable(self.category, self.status_code)
+        wish = wish_to_retry(self.headers)
+        return is_retryable(self.category, self.status_code) if wish is None else wish
 
     @property
     def response(self) -> Any:

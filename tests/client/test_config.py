@@ -7,6 +7,7 @@ import json
 import pickle
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,6 +173,31 @@ def test_an_unknown_argument_is_ignored_with_a_warning() -> None:
 def test_a_misspelt_argument_is_refused_with_the_right_one(name: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=f"no argument '{name}'. Did you mean '{meant}'"):
         tinkex.ServiceClient(**{name: "http://gpu-box:8765"})
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"timeout": "soon"}, "timeout_s must be a number, got 'soon'"),
+        ({"max_retries": 1.5}, "max_retries must be a whole number, got 1.5"),
+        ({"max_retries": True}, "max_retries must be a whole number"),
+        ({"default_headers": "X-Team: a"}, "default_headers must be a dict, got str"),
+        ({"default_headers": {"X Team": "a"}}, "'X Team' cannot be the name of a header"),
+        ({"default_headers": {"": "a"}}, "'' cannot be the name"),
+        ({"default_headers": {"X-Team": None}}, "X-Team must be a text, got NoneType"),
+        ({"default_headers": {"X-Team": "a\r\nX-API-Key: b"}}, "X-Team holds a line break"),
+    ],
+)
+def test_a_setting_that_cannot_be_honoured_is_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        tinkex.ServiceClient(base_url="http://127.0.0.1:1", **given)
+
+
+def test_a_timeout_of_httpx_is_taken_for_its_wait_for_an_answer() -> None:
+    timeout = tinkex.Timeout(9.0, read=4.0)
+    assert (
+        tinkex.ServiceClient(base_url="http://127.0.0.1:1", timeout=timeout).config.timeout_s == 4
+    )
 
 
 def test_settings_given_to_the_service_client_mean_what_they_say() -> None:

@@ -187,10 +187,20 @@ def test_a_failed_status_keeps_message_and_category(
     assert caught.value.category == category
 
 
-def test_an_unknown_status_never_reads_as_success() -> None:
-    answer = json_reply({"status": "archived", "metrics": {"a:sum": 1.0}})
-    with pytest.raises(APIResponseValidationError, match="'archived'"):
+@pytest.mark.parametrize("status", ["archived", 7, True, {"state": "done"}, ""])
+def test_an_unknown_status_never_reads_as_success(status: Any) -> None:
+    answer = json_reply({"status": status, "metrics": {"a:sum": 1.0}})
+    with pytest.raises(APIResponseValidationError, match="which this SDK does not know"):
         Polled([answer]).run()
+
+
+def test_a_null_is_no_status() -> None:
+    assert Polled([json_reply({"status": None, "metrics": {"a": 1.0}})]).run().metrics == {"a": 1.0}
+
+
+def test_a_result_may_stand_beside_its_completed_status() -> None:
+    answer = json_reply({"status": "completed", "metrics": {"a:sum": 3.0}})
+    assert Polled([answer]).run().metrics == {"a:sum": 3.0}
 
 
 def test_a_result_of_the_wrong_shape_is_a_validation_error() -> None:
@@ -208,6 +218,23 @@ def test_5xx_is_polled_again_at_once() -> None:
     polled = Polled([json_reply({}, 502), json_reply({}, 500), DONE])
     polled.run()
     assert polled.seconds == 0.0
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_poll_waits_as_long_as_the_server_asks(status: int) -> None:
+    asked = [json_reply({}, status, **{"retry-after": "7"})]
+    asked += [json_reply({}, status, **{"retry-after-ms": "500"})]
+    polled = Polled([*asked, DONE])
+    polled.run()
+    assert polled.seconds == 7.5
+
+
+@pytest.mark.parametrize("status", [429, 402, 400, 500])
+def test_a_poll_that_the_server_wants_no_more_of_is_final(status: int) -> None:
+    answer = json_reply({"detail": "over"}, status, **{"x-should-retry": "False"})
+    with pytest.raises(RetrieveError, match="over") as caught:
+        Polled([answer]).run()
+    assert not caught.value.retryable
 
 
 @pytest.mark.parametrize(

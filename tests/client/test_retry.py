@@ -88,6 +88,8 @@ def refusal(status: int | None, should_retry: str | None = None) -> Any:
         (400, "true", True),
         (500, "false", False),
         (500, "perhaps", True),
+        (400, "True", True),
+        (500, " FALSE ", False),
     ],
 )
 def test_x_should_retry_decides_first(status: int, header: str | None, wanted: bool) -> None:

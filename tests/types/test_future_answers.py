@@ -25,6 +25,10 @@ ANSWERS: TypeAdapter[Any] = TypeAdapter(types.FutureRetrieveResponse)
         ),
         ({"error": "no", "category": "user"}, types.RequestFailedResponse),
         ({"loss_fn_outputs": [], "metrics": {"a:sum": 1.0}}, types.ForwardBackwardOutput),
+        (
+            {"sequences": [{"stop_reason": "stop", "tokens": [1], "logprobs": [-0.5]}]},
+            types.SampleResponse,
+        ),
         ({"metrics": {"a:sum": 1.0}}, types.OptimStepResponse),
         ({}, types.OptimStepResponse),
         ({"path": "tinker://m/weights/a"}, types.SaveWeightsResponse),

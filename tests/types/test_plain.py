@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from pydantic import AwareDatetime, BaseModel
 
+import tinkex
 from tinkex import types
 from tinkex.errors import InvalidInputError
 
@@ -117,6 +118,23 @@ def test_every_public_type_goes_to_a_dict_and_back(name: str) -> None:
     for wrong in (5, None, [plain]):
         with pytest.raises(InvalidInputError):
             kind.from_dict(wrong)
+
+
+def test_a_field_of_a_newer_server_is_left_out_of_a_result() -> None:
+    for name in NAMES:
+        value = EXAMPLES[name] if name in EXAMPLES else example(getattr(types, name))
+        if getattr(type(value), "model_config", {}).get("extra") not in ("forbid", "allow"):
+            assert type(value).from_dict({**value.to_dict(), "of_a_newer_server": 1}) == value
+
+
+def test_a_step_goes_to_a_dict_and_back() -> None:
+    passed, stepped = EXAMPLES["ForwardBackwardOutput"], types.OptimStepResponse(metrics={"a": 1.0})
+    step = tinkex.TrainStepResult(passed, stepped, {"age": 2.0})
+    again = tinkex.TrainStepResult.from_dict(json.loads(json.dumps(step.to_dict())))
+    assert again == step
+    for wrong in (5, None, {}, {**step.to_dict(), "ages": 3}):
+        with pytest.raises(InvalidInputError):
+            tinkex.TrainStepResult.from_dict(wrong)
 
 
 def test_the_walk_sees_the_types() -> None:

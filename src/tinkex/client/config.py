@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +30,7 @@ _ON = frozenset({"1", "true", "yes", "on"})
 _LEVELS = frozenset({"debug", "info", "warning", "error"})
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding"})
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 LOCAL_KEY = "tml-local"
 LLAMA3_MIRRORS = (
     "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer",
@@ -102,16 +105,17 @@ class ClientConfig:
                 f"{self.base_url!r}. Check the argument and TINKER_BASE_URL."
             )
         for name in ("timeout_s", "connect_timeout_s", "heartbeat_interval_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}.")
+            if not _number(value := getattr(self, name), name, whole=False) > 0:
+                raise ConfigError(f"{name} must be above 0, got {value}.")
         for name, least in (
             ("max_retries", 0),
             ("retry_window_s", 0),
             ("startup_window_s", 0),
             ("max_connections", 1),
         ):
-            value = getattr(self, name)
-            if value is not None and not value >= least:
+            if (value := getattr(self, name)) is None and name == "max_retries":
+                continue
+            if not _number(value, name, whole=name.startswith("max_")) >= least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}.")
         if self.log_level is not None and self.log_level.lower() not in _LEVELS:
             raise ConfigError(
@@ -223,10 +227,29 @@ class ClientConfig:
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
-    """Refuse headers that say how the message is framed, which only the connection knows."""
-    for name in headers:
+    """Refuse headers that cannot travel, or say how the message is framed.
+
+    Values are not shown: one may be a credential.
+
+    Raises:
+        ConfigError: With the name of the header.
+    """
+    for name, value in headers.items():
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} cannot be the name of a header.")
         if name.lower() in _FRAMING:
             raise ConfigError(f"The header {name} is the SDK's own; leave it out.")
+        if not isinstance(value, str):
+            raise ConfigError(f"The header {name} must be a text, got {type(value).__name__}.")
+        if any(sign in value for sign in "\r\n\0"):
+            raise ConfigError(f"The header {name} holds a line break or a NUL, which ends it.")
+
+
+def _number(value: Any, name: str, *, whole: bool) -> float:
+    if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+        what = "a whole number" if whole else "a number"
+        raise ConfigError(f"{name} must be {what}, got {value!r}.")
+    return float(value)
 
 
 def _restored(of: type[ClientConfig], state: dict[str, Any]) -> ClientConfig:

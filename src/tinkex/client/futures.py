@@ -26,7 +26,7 @@ from tinkex.errors import BlockedLoopError, ResultTimeoutError, TinkerError
 
 T = TypeVar("T")
 
-_NO_STEPS = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL"})
+NO_STEPS = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ def next_step(caller: FrameType) -> dis.Instruction | None:
 @functools.lru_cache(maxsize=256)
 def _step_after(code: CodeType, offset: int) -> dis.Instruction | None:
     for step in dis.get_instructions(code):
-        if step.offset > offset and step.opname not in _NO_STEPS:
+        if step.offset > offset and step.opname not in NO_STEPS:
             return step
     return None
 

@@ -11,20 +11,23 @@ to be raised where the call is made. Code of our own awaits such a call or takes
 
 Outside an event loop such a call waits before it returns, so that an error is raised at the line
 that caused it, where programs catch it. Inside one it returns at once and is awaited; so it does
-where `.result(...)` stands right behind it: there the caller says how long to wait.
+where `.result(...)` stands right behind it, or is asked of the variable that it is given to: there
+the caller says how long to wait.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import dis
+import functools
 import logging
 import sys
 from collections.abc import Generator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tinkex.client.deprecations import warn_once
-from tinkex.client.futures import APIFuture, is_in_loop, next_step
+from tinkex.client.futures import NO_STEPS, APIFuture, is_in_loop, next_step
 
 logger = logging.getLogger("tinkex.futures")
 T = TypeVar("T")
@@ -156,9 +159,34 @@ def _is_asked_at_once(caller: FrameType) -> bool:
     limit, the other the error at this line.
     """
     step = next_step(caller)
-    if step is None or step.opname not in ("LOAD_METHOD", "LOAD_ATTR"):
+    if step is None:
         return False
-    return step.argval in _QUESTIONS
+    if step.opname.startswith("STORE_"):
+        # One instruction of Python 3.13 may store a variable and load another.
+        is_pair = isinstance(step.argval, tuple)
+        return (step.argval[0] if is_pair else step.argval) in _asked_names(caller.f_code)
+    return _is_question(step)
+
+
+def _is_question(step: dis.Instruction) -> bool:
+    return step.opname in ("LOAD_METHOD", "LOAD_ATTR") and step.argval in _QUESTIONS
+
+
+# Reading a long function takes milliseconds.
+@functools.lru_cache(maxsize=256)
+def _asked_names(code: CodeType) -> frozenset[str]:
+    """The variables that the code asks as one asks a future: `x.result(...)`."""
+    names, loaded = set(), None
+    for step in dis.get_instructions(code):
+        if step.opname in NO_STEPS:
+            continue
+        if loaded is not None and _is_question(step):
+            names.add(loaded)
+        is_load = "LOAD_" in step.opname and step.opname not in ("LOAD_METHOD", "LOAD_ATTR")
+        loaded = step.argval if is_load else None
+        if isinstance(loaded, tuple):
+            loaded = loaded[-1]
+    return frozenset(name for name in names if isinstance(name, str))
 
 
 class BaseModelName(str):

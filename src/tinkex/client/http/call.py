@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from tinkex.client.http.http1 import Reply
-from tinkex.client.http.options import Options, check_options, timeout_of
+from tinkex.client.http.options import CallLimits, Options, check_options, timeout_of
 from tinkex.client.http.retry import parse_retry_after_s
 from tinkex.errors import APIStatusError, status_error_class
 from tinkex.wire import Body, Generation, requests
@@ -72,6 +72,19 @@ class Call(NamedTuple):
         body = request if is_body else requests.encode(endpoint, request, generation)
         return cls(
             method=row.method, path=path.format(**ids) if ids else path, body=body, **options
+        )
+
+    @property
+    def limits(self) -> CallLimits:
+        return CallLimits(self.timeout_s, self.max_retries)
+
+    def within(self, limits: CallLimits) -> Call:
+        """This call, with the limits of a caller who has some."""
+        if limits == CallLimits():
+            return self
+        return self._replace(
+            timeout_s=limits.timeout_s or self.timeout_s,
+            max_retries=self.max_retries if limits.max_retries is None else limits.max_retries,
         )
 
     def having(self, options: Options, part: int = 0) -> Call:

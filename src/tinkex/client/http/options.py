@@ -7,7 +7,7 @@ They hold for the requests that make the call. Polls for its result have their o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import httpx
 
@@ -29,6 +29,27 @@ class RequestOptions(TypedDict, total=False):
     """Further parameters of the query."""
     idempotency_key: str
     """Names this call: a server that goes by it does the same call once."""
+
+
+class CallLimits(NamedTuple):
+    """The longest wait for each answer of a call, and the most tries after the first."""
+
+    timeout_s: float | None = None
+    """None: the config's."""
+    max_retries: int | None = None
+    """None: the config's."""
+
+    @classmethod
+    def of(cls, options: Options) -> CallLimits:
+        """The limits in the options of a call.
+
+        Raises:
+            InvalidInputError: An option is unknown, or out of range.
+        """
+        if not options:
+            return cls()
+        check_options(options)
+        return cls(timeout_of(options), options.get("max_retries"))
 
 
 Options: TypeAlias = RequestOptions | None
@@ -66,12 +87,15 @@ def check_options(options: RequestOptions) -> None:
 
 def timeout_of(options: RequestOptions) -> float | None:
     """The timeout in seconds; None where none was given."""
-    timeout = options.get("timeout")
-    if isinstance(timeout, httpx.Timeout):
-        return timeout.read
+    timeout = seconds_of(options.get("timeout"))
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float)):
         _refuse("timeout", "a number of seconds above 0", timeout)
     return timeout
+
+
+def seconds_of(timeout: float | httpx.Timeout | None) -> float | None:
+    """The longest wait for an answer that a timeout allows, in seconds."""
+    return timeout.read if isinstance(timeout, httpx.Timeout) else timeout
 
 
 def _refuse(name: str, wanted: str, value: object) -> None:

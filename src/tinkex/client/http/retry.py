@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tinkex.client.background_loop import loop_time
-from tinkex.errors import APIConnectionError, APIStatusError, is_retryable
+from tinkex.errors import APIConnectionError, APIStatusError, is_retryable, wish_to_retry
 
 logger = logging.getLogger("tinkex.retry")
 
@@ -45,7 +45,12 @@ def obeyed_s(asked: float | None) -> float | None:
 
 def is_final(error: APIStatusError | APIConnectionError) -> bool:
     """Whether the server said that asking again is of no use, whatever the status."""
-    return isinstance(error, APIStatusError) and error.headers.get("x-should-retry") == "false"
+    return isinstance(error, APIStatusError) and says_no_retry(error.headers)
+
+
+def says_no_retry(headers: Mapping[str, str]) -> bool:
+    """Whether an answer says that asking again is of no use."""
+    return wish_to_retry(headers) is False
 
 
 def _number(text: str | None) -> float | None:

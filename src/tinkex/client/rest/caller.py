@@ -76,7 +76,7 @@ class Caller:
             reply = await self.holder.transport.call(call, waiting)
             return None if answer is None else parse(reply, answer)
 
-        return self.holder.spawn(send)
+        return self.holder.spawn(send, call.limits)
 
     def get_telemetry(self) -> Reporter | None:
         """The reporter that tells the server of errors; None where telemetry is off."""

@@ -234,7 +234,7 @@ class RestClient(SessionCalls, BudgetCalls):
             said: types.ExternalWeightsUploadStartResponse = await answer
             return types.ExternalWeightsUploadStartResult(said.upload_id, said.urls, said.expires)
 
-        return self.holder.spawn(started)
+        return self.holder.spawn(started, options)
 
     external_weights_upload_start_async = awaited(external_weights_upload_start)
 
@@ -249,7 +249,7 @@ class RestClient(SessionCalls, BudgetCalls):
             said: types.ExternalWeightsUploadFinishResponse = await answer
             return types.ExternalWeightsUploadFinishResult(said.tinker_path)
 
-        return self.holder.spawn(finished)
+        return self.holder.spawn(finished, options)
 
     external_weights_upload_finish_async = awaited(external_weights_upload_finish)
 
@@ -266,7 +266,7 @@ class RestClient(SessionCalls, BudgetCalls):
             reply = await self.holder.transport.archive(call)
             return parse(reply, types.CheckpointArchiveUrlResponse)
 
-        return self.holder.spawn(fetch)
+        return self.holder.spawn(fetch, options)
 
     get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
 
@@ -388,7 +388,7 @@ class RestClient(SessionCalls, BudgetCalls):
             copy: types.CopyWeightsResponse = await answer
             return copy.tinker_path
 
-        return self.holder.spawn(copied)
+        return self.holder.spawn(copied, options)
 
     copy_weights_async = awaited(copy_weights)
 

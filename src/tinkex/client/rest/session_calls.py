@@ -100,7 +100,7 @@ class SessionCalls(Caller):
                 waiting.state, waiting.reason = "queued", "the server is building the trace"
                 await asyncio.sleep(_TRACE_POLL_S)
 
-        return self.holder.spawn(export)
+        return self.holder.spawn(export, call.limits)
 
     def search_sessions(
         self, request: types.SessionSearchRequest, *, options: Options = None

@@ -94,7 +94,7 @@ class SamplingClient(SampleCalls):
                 model_path=model_path,
             )
 
-        return holder.spawn(make)
+        return holder.spawn(make, options)
 
     # -- sampling
 
@@ -136,7 +136,9 @@ class SamplingClient(SampleCalls):
         retries = not self.holder.flags.sample_no_retries
         if options:
             check_options(options)
-        return self.holder.spawn(lambda waiting: self._sample(request, waiting, retries, options))
+        return self.holder.spawn(
+            lambda waiting: self._sample(request, waiting, retries, options), options
+        )
 
     sample_async = awaited(sample)
 
@@ -167,7 +169,7 @@ class SamplingClient(SampleCalls):
                 raise APIResponseValidationError("The server sent no prompt logprobs.")
             return answer.prompt_logprobs
 
-        return self.holder.spawn(score)
+        return self.holder.spawn(score, options)
 
     compute_logprobs_async = awaited(compute_logprobs)
 
@@ -219,7 +221,7 @@ class SamplingClient(SampleCalls):
                 self._base_model_name = info.base_model
             return self._base_model_name
 
-        return self.holder.spawn(ask)
+        return self.holder.spawn(ask, options)
 
     def get_tokenizer(self, *, options: Options = None) -> DirectFuture[Tokenizer]:
         """The tokenizer of the base model; the first call may download it.

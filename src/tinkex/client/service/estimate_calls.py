@@ -70,6 +70,6 @@ class EstimateCalls:
             run_id=run_id,
         )
         holder, call = self._sessionless(), Call.to("estimate", request).having(options)
-        return holder.spawn(lambda waiting: holder.ask(call, Estimate, waiting))
+        return holder.spawn(lambda waiting: holder.ask(call, Estimate, waiting), options)
 
     estimate_async = awaited(estimate)

@@ -14,12 +14,14 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
 
+import httpx
+
 from tinkex import types
 from tinkex.client import validation
 from tinkex.client.config import LOCAL, ClientConfig
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.call import Call
-from tinkex.client.http.options import Options
+from tinkex.client.http.options import Options, seconds_of
 from tinkex.client.older_sdk import DirectFuture
 from tinkex.client.rest.rest_client import RestClient, RestClientFuture
 from tinkex.client.sampling.sample_retry import RetryConfig
@@ -64,7 +66,7 @@ class ServiceClient(EstimateCalls):
         model: str | None = None,
         base_url: str | None = None,
         api_key: str | None = None,
-        timeout: float | None = None,
+        timeout: float | httpx.Timeout | None = None,
         max_retries: int | None = None,
         default_headers: Mapping[str, str] | None = None,
         default_headers_overrides: Mapping[str, str] | None = None,
@@ -86,7 +88,11 @@ class ServiceClient(EstimateCalls):
             default_headers_overrides: The same, by the official SDK's name.
             config: All settings at once; nothing else may be given beside it.
         """
-        headers = {**(default_headers or {}), **(default_headers_overrides or {})}
+        headers: dict[str, str] = {}
+        for part in (default_headers, default_headers_overrides):
+            if part is not None and not isinstance(part, Mapping):
+                raise ConfigError(f"default_headers must be a dict, got {type(part).__name__}.")
+            headers |= part or {}
         given = {
             "base_url": base_url,
             "api_key": api_key,
@@ -94,7 +100,7 @@ class ServiceClient(EstimateCalls):
             "project_id": project_id,
             "display_name": display_name,
             "model": model,
-            "timeout_s": timeout,
+            "timeout_s": seconds_of(timeout),
             "max_retries": max_retries,
             "headers": headers or None,
             **_known(kwargs),
@@ -163,7 +169,7 @@ class ServiceClient(EstimateCalls):
         holder = self._sessionless()
         call = Call.to("get_server_capabilities").having(options)
         kind = types.GetServerCapabilitiesResponse
-        future = holder.spawn(lambda waiting: holder.ask(call, kind, waiting))
+        future = holder.spawn(lambda waiting: holder.ask(call, kind, waiting), options)
         return DirectFuture.of(future, "get_server_capabilities", kind)
 
     get_server_capabilities_async = awaited(get_server_capabilities)
@@ -178,8 +184,9 @@ class ServiceClient(EstimateCalls):
         holder = self._sessionless()
         ids = {"trajectory_id": quote(trajectory_id, safe="")}
         call = Call.to("get_trajectory", ids=ids).having(options)
-        future = holder.spawn(lambda waiting: holder.ask(call, types.Trajectory, waiting))
-        return DirectFuture.of(future, "trajectories", types.Trajectory)
+        kind = types.Trajectory
+        future = holder.spawn(lambda waiting: holder.ask(call, kind, waiting), options)
+        return DirectFuture.of(future, "trajectories", kind)
 
     trajectories_async = awaited(trajectories)
 
@@ -239,7 +246,8 @@ class ServiceClient(EstimateCalls):
         future = holder.spawn(
             lambda waiting: create_model(
                 holder, base_model, lora, metadata, optimizer, waiting, options
-            )
+            ),
+            options,
         )
         return TrainingClientFuture.of(future, "create_lora_training_client", TrainingClient)
 
@@ -313,7 +321,7 @@ class ServiceClient(EstimateCalls):
                 await continue_run(made, wanted.path, continues_at)
             return made
 
-        return TrainingClientFuture.of(holder.spawn(create), name, TrainingClient)
+        return TrainingClientFuture.of(holder.spawn(create, options), name, TrainingClient)
 
     # -- sampling
 

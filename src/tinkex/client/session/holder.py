@@ -29,7 +29,7 @@ from tinkex.client.http.call import Call
 from tinkex.client.http.headers import CONTRACT_VERSION
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import Budgets, RateLimiter
-from tinkex.client.http.options import Options
+from tinkex.client.http.options import CallLimits, Options
 from tinkex.client.http.transport import Transport
 from tinkex.client.session.flags import DynamicFlags, ServerFlags
 from tinkex.client.session.open_calls import OpenCalls
@@ -54,6 +54,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
 _MIN_REFRESH_S = 10.0
+_NO_LIMITS = CallLimits()
 
 
 class Holder:
@@ -85,6 +86,7 @@ class Holder:
         self.is_closed = False
         self._pid = os.getpid()
         self._starting: asyncio.Future[None] | None = None
+        self._starting_within = _NO_LIMITS
         self._ready = False
         self._revival: Revival | None = None
         # Made by the first call:
@@ -120,34 +122,40 @@ class Holder:
 
     # -- starting
 
-    async def ready(self) -> None:
-        """Make the holder usable; all callers wait for the first one's attempt."""
-        if self._ready:
-            return
-        if self.is_closed:
-            raise ClientClosedError("The client is closed. Make a new ServiceClient.")
-        if self._starting is None:
-            self._starting = asyncio.ensure_future(self._start())
-            # Closing may end all who wait for it; asyncio would complain about the error.
-            self._starting.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
-            await asyncio.shield(self._starting)
-        except asyncio.CancelledError:
-            raise
-        except BaseException:
-            self._starting = None
-            raise
+    async def ready(self, limits: CallLimits = _NO_LIMITS) -> None:
+        """Make the holder usable; all callers wait for the first one's attempt.
 
-    async def _start(self) -> None:
+        One that failed within the narrower limits of another caller is made again.
+        """
+        while not self._ready:
+            if self.is_closed:
+                raise ClientClosedError("The client is closed. Make a new ServiceClient.")
+            if self._starting is None:
+                self._starting = asyncio.ensure_future(self._start(limits))
+                self._starting_within = limits
+                # Closing may end all who wait for it; asyncio would complain about the error.
+                self._starting.add_done_callback(lambda done: done.cancelled() or done.exception())
+            attempt, within = self._starting, self._starting_within
+            try:
+                await asyncio.shield(attempt)
+            except asyncio.CancelledError:
+                raise
+            except BaseException:
+                if self._starting is attempt:
+                    self._starting = None
+                if within == limits:
+                    raise
+
+    async def _start(self, limits: CallLimits) -> None:
         try:
             await self._connect()
             if not self.session.is_shadow:
-                await self._fetch_flags()
+                await self._fetch_flags(limits)
             self._apply_flags()
             if not self.session.is_shadow:
-                await self._fetch_dynamic(window=True)
+                await self._fetch_dynamic(window=True, limits=limits)
             if self._with_session and self.session.id is None:
-                await self.session.open(self)
+                await self.session.open(self, limits)
         except BaseException:
             if self._connected:
                 await self.transport.close()
@@ -177,11 +185,11 @@ class Holder:
         )
         self._connected = True
 
-    async def _fetch_flags(self) -> None:
+    async def _fetch_flags(self, limits: CallLimits) -> None:
         request = types.ClientConfigRequest(sdk_version=CONTRACT_VERSION)
         call = Call.to("client_config", request, pool="config")
         try:
-            reply = await self.transport.call(call)
+            reply = await self.transport.call(call.within(limits))
         except NotFoundError:
             logger.info(
                 "%s has no /client/config: speaking the old protocol.", self.config.base_url
@@ -234,7 +242,7 @@ class Holder:
             raise APIResponseValidationError("auth/token answered without a 'jwt'.")
         return token
 
-    async def _fetch_dynamic(self, *, window: bool) -> None:
+    async def _fetch_dynamic(self, *, window: bool, limits: CallLimits = _NO_LIMITS) -> None:
         if self.flags.old_generation:
             return
         call = Call.to(
@@ -246,7 +254,8 @@ class Holder:
             window=window,
         )
         with contextlib.suppress(NotFoundError):
-            self.dynamic = DynamicFlags.from_json((await self.transport.call(call)).json())
+            reply = await self.transport.call(call.within(limits))
+            self.dynamic = DynamicFlags.from_json(reply.json())
             self._cancelling = self._cancels_at_once()
 
     def _start_tasks(self) -> None:
@@ -270,8 +279,15 @@ class Holder:
 
     # -- calls
 
-    def spawn(self, work: Callable[[Waiting], Coroutine[Any, Any, T]]) -> APIFuture[T]:
-        """Run `work` on the background loop once the holder is ready."""
+    def spawn(
+        self,
+        work: Callable[[Waiting], Coroutine[Any, Any, T]],
+        options: Options | CallLimits = None,
+    ) -> APIFuture[T]:
+        """Run `work` on the background loop once the holder is ready.
+
+        The first call makes it so, and by its own `options`, or what they came to.
+        """
         if os.getpid() != self._pid:
             raise TinkerError(
                 "This client was made before a fork; its connections belong to the parent process. "
@@ -283,7 +299,8 @@ class Holder:
                 if self.successor is not None:
                     raise self._lost()
                 if not self._ready:
-                    await self.ready()
+                    known = options if isinstance(options, CallLimits) else CallLimits.of(options)
+                    await self.ready(known)
                 return await work(waiting)
 
         return spawn(run)

@@ -22,7 +22,12 @@ from tinkex.client.futures import Waiting
 from tinkex.client.http.call import Call, status_error
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.limits import ByteSemaphore
-from tinkex.client.http.retry import BillingPause, obeyed_s, parse_retry_after_s
+from tinkex.client.http.retry import (
+    BillingPause,
+    obeyed_s,
+    parse_retry_after_s,
+    says_no_retry,
+)
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -153,9 +158,11 @@ class PollRetry:
 
     def delay_s(self, reply: Reply | None) -> float | None:
         """After a poll that was refused, or had no answer (None). None: give up."""
+        if reply is not None and says_no_retry(reply.headers):
+            return None
+        asked_s = obeyed_s(parse_retry_after_s(reply.headers)) if reply else None
         if reply is None or reply.status == 429:
             self._in_a_row += 1
-            asked_s = obeyed_s(parse_retry_after_s(reply.headers)) if reply else None
             return asked_s or min(2.0 ** min(self._in_a_row - 1, 10), self._MAX_PAUSE_S)
         self._in_a_row = 0
         if reply.status == 402:
@@ -163,8 +170,9 @@ class PollRetry:
         if reply.status == 400 and self._bad_requests < self._MAX_BAD_REQUESTS:
             self._bad_requests += 1
             return 0.0
-        # No pause here: a server that fails at once is slowed down like one that answers at once.
-        return 0.0 if reply.status >= 500 else None
+        # No pause unless the server asks for one: one that fails at once is slowed down like one
+        # that answers at once.
+        return asked_s or 0.0 if reply.status >= 500 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +294,9 @@ class _Poll(Generic[T]):
         if body.get("type") == "try_again":
             self._still_waiting(body)
             return None
-        if isinstance(status := body.get("status"), str) and not self.expect.has_status:
-            return await self._by_status(status.lower(), body, reply)
+        status = body.get("status")
+        if status is not None and not self.expect.has_status:
+            return await self._by_status(str(status).lower(), body, reply)
         if "error" in body:
             raise self._failed(body)
         return reply
@@ -303,8 +312,10 @@ class _Poll(Generic[T]):
         if status == "failed":
             raise self._failed(body)
         if status == "completed":
-            inside = json.dumps(body.get("result", {})).encode()  # NaN stays what it is
-            return Reply(reply.status, reply.headers, inside)
+            inside = body.get("result")
+            if inside is None:  # the fields of the result stand beside the status, or it has none
+                inside = {name: value for name, value in body.items() if name != "status"}
+            return Reply(reply.status, reply.headers, json.dumps(inside).encode())  # NaN stays
         raise APIResponseValidationError(
             f"The server says of request {self.request_id} that it is {status[:100]!r}, which this "
             "SDK does not know, so it is not taken for a result.",

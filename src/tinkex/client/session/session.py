@@ -10,6 +10,7 @@ from tinkex import events, types
 from tinkex.client.background_loop import loop_time
 from tinkex.client.http.call import Call
 from tinkex.client.http.headers import CONTRACT_VERSION
+from tinkex.client.http.options import CallLimits
 from tinkex.client.http.transport import Transport
 from tinkex.errors import APIConnectionError, APIStatusError, TinkerError
 from tinkex.types.fields.bounds import storable
@@ -42,7 +43,7 @@ class Session:
         self._counters[counter] = number + 1
         return number
 
-    async def open(self, holder: Holder) -> None:
+    async def open(self, holder: Holder, limits: CallLimits) -> None:
         config = holder.config
         request = types.CreateSessionRequest(
             tags=list(config.tags),
@@ -52,7 +53,10 @@ class Session:
             display_name=config.display_name,
         )
         kind = types.CreateSessionResponse
-        answer = await holder.post("create_session", request, kind, pool="session", window=False)
+        call = Call.to(
+            "create_session", request, holder.flags.generation, pool="session", window=False
+        )
+        answer = await holder.ask(call.within(limits), kind)
         self.id = answer.session_id
         for level, text in (
             (logging.INFO, answer.info_message),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from tinkex import types
 from tinkex.client.futures import APIFuture, Waiting, spawn
+from tinkex.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,29 @@ class TrainStepResult:
         """The metrics of both halves, and ages; a name they share is the optimizer's."""
         halves = {**self.forward_backward.metrics, **(self.optim_step.metrics or {})}
         return {**halves, **self.ages}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value as plain Python objects, ready for `json.dumps`."""
+        halves = {
+            "forward_backward": self.forward_backward.to_dict(),
+            "optim_step": self.optim_step.to_dict(),
+        }
+        return {**halves, "ages": dict(self.ages)}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Self:
+        """The value that `to_dict` wrote.
+
+        Raises:
+            InvalidInputError: It is no such value.
+        """
+        if not isinstance(value, Mapping) or not isinstance(value.get("ages", {}), Mapping):
+            raise InvalidInputError(f"not a {cls.__name__}: {value!r:.200}")
+        return cls(
+            types.ForwardBackwardOutput.from_dict(value.get("forward_backward", {})),
+            types.OptimStepResponse.from_dict(value.get("optim_step", {})),
+            dict(value.get("ages", {})),
+        )
 
     @property
     def loss(self) -> float | None:

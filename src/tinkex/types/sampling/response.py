@@ -35,7 +35,8 @@ class PromptAltTokens(PlainRecord):
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:
         if isinstance(value, Mapping):
-            value = {name: TensorData._validate(part) for name, part in value.items()}
+            tensors = ("tokens", "logprobs")
+            value = {name: TensorData._validate(value[name]) for name in tensors if name in value}
         return super().from_dict(value)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Discriminator, Tag
 
+from tinkex.types.sampling.response import SampleResponse
 from tinkex.types.service.futures import (
     CompleteMetadataResponse,
     FutureCompletedResponse,
@@ -32,6 +33,7 @@ _BY_STATUS = {
 }
 _BY_TYPE = {
     "try_again": "TryAgainResponse",
+    "sample": "SampleResponse",
     "create_model": "CreateModelResponse",
     "unload_model": "UnloadModelResponse",
     "save_weights": "SaveWeightsResponse",
@@ -43,6 +45,7 @@ _BY_TYPE = {
 _BY_FIELD = {
     "error": "RequestFailedResponse",
     "loss_fn_outputs": "ForwardBackwardOutput",
+    "sequences": "SampleResponse",
     "path": "SaveWeightsResponse",
     "model_id": "CreateModelResponse",
 }
@@ -67,6 +70,7 @@ FutureRetrieveResponse: TypeAlias = Annotated[
     | Annotated[FutureFailedResponse, Tag("FutureFailedResponse")]
     | Annotated[CompleteMetadataResponse, Tag("CompleteMetadataResponse")]
     | Annotated[ForwardBackwardOutput, Tag("ForwardBackwardOutput")]
+    | Annotated[SampleResponse, Tag("SampleResponse")]
     | Annotated[OptimStepResponse, Tag("OptimStepResponse")]
     | Annotated[SaveWeightsResponse, Tag("SaveWeightsResponse")]
     | Annotated[LoadWeightsResponse, Tag("LoadWeightsResponse")]
