@@ -74,9 +74,11 @@ class Walk:
         self.home.mkdir()
         write_files(self.folder)
         self._beside: dict[str, subprocess.Popen[bytes]] = {}
+        self._held = [_held_port(), _held_port()]
+        port, dead = (held.getsockname()[1] for held in self._held)
         self.kept = {
-            "port": str(_free_port()),
-            "dead": f"http://127.0.0.1:{_free_port()}",
+            "port": str(port),
+            "dead": f"http://127.0.0.1:{dead}",
             "engine": "--engine toy" if toy else "",
             # So long that a signal comes in the middle: the toy makes thirty steps a second.
             "epochs": "12" if toy else "6",
@@ -141,8 +143,10 @@ class Walk:
 
     def _interrupt(self, wanted: Interrupt, child: subprocess.Popen[bytes]) -> None:
         metrics = self.folder / "runs" / wanted.run / "metrics.jsonl"
+        # An earlier signal may have come late: this command must have made steps of its own.
+        steps = max(wanted.steps, _lines(metrics) + 2)
         for number in wanted.signals:
-            while child.poll() is None and _lines(metrics) < wanted.steps:
+            while child.poll() is None and _lines(metrics) < steps:
                 time.sleep(0.02)
             if child.poll() is not None:
                 return
@@ -194,6 +198,8 @@ class Walk:
 
     def close(self) -> None:
         """End what stayed, and the private server."""
+        for held in self._held:
+            held.close()
         for child in self._beside.values():
             _end(child)
         with contextlib.suppress(OSError, ValueError):
@@ -221,10 +227,12 @@ def _lines(file: Path) -> int:
         return 0
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _held_port() -> socket.socket:
+    """A port that nobody else gets, and a server may listen on: both say SO_REUSEADDR."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"
 ).split()
-WAIT_MS = 100_000
+WAIT_MS = 200_000
 """How long a page may take on a busy machine; Playwright would give it 30 s."""
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 # Only whole tests are left out: one that ended half-way would leave its state to the next.

@@ -139,7 +139,8 @@ def folders(tmp_path: Path) -> Iterator[SimpleNamespace]:
     ) as child:
         assert child.stdout is not None
         link = child.stdout.readline().strip()
-        yield SimpleNamespace(link=link, base_url=link.partition("/console")[0])
+        metrics = [folder / "metrics.jsonl" for folder in (whole, bare)]
+        yield SimpleNamespace(link=link, base_url=link.partition("/console")[0], metrics=metrics)
         child.terminate()
 
 
@@ -162,6 +163,8 @@ def test_a_folder_is_used_as_a_run_of_a_server_is(folders):
     """Search, filters, tabs, rollouts, checkpoints, settings, downloads, compare: the same."""
     with open_page(folders.base_url) as page:
         page.goto(folders.link)
+        for file in folders.metrics:
+            file.touch()  # a run is called running for a minute after its last line
         page.select_option("select[name=status]", "running")
         page.wait_for_url("**status=running**")
         expect(page.locator("tbody tr")).to_have_count(2)

@@ -75,9 +75,15 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def _assert_linear(work: Callable[[int], Callable[[], None]]) -> None:
-    short, long = _seconds(work(SHORT)), _seconds(work(TIMES * SHORT))
-    # Below a hundredth of a second the clock itself is most of it.
-    assert long < max(BAR * short, 0.02), f"{short:.4f} s, then {long:.4f} s"
+    """Measure again where it looks otherwise: 64 times as long stays so, a disturbance does not."""
+    told = []
+    for _ in range(5):
+        short, long = _seconds(work(SHORT)), _seconds(work(TIMES * SHORT))
+        # Below a hundredth of a second the clock itself is most of it.
+        if long < max(BAR * short, 0.02):
+            return
+        told.append(f"{short:.4f} s, then {long:.4f} s")
+    raise AssertionError("; ".join(told))
 
 
 @pytest.mark.parametrize("size", [None, 4], ids=["whole", "in pieces"])

@@ -122,7 +122,7 @@ def test_serve_says_where_it_listens_on_the_first_line_of_stdout(tmp_path):
         assert json.loads(child.stdout.readline())["base_url"].startswith("http://127.0.0.1:")
     finally:
         child.terminate()
-        child.wait(timeout=60)
+        child.wait(timeout=200)
         child.stdout.close()
 
 

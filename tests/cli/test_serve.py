@@ -37,7 +37,7 @@ def _on_terminal(folder: Path, *flags: str, until: str) -> str:
         if select.select([ours], [], [], 0.5)[0]:
             shown += os.read(ours, 4096).decode()
     server.send_signal(signal.SIGINT)
-    assert server.wait(timeout=60) == 0
+    assert server.wait(timeout=200) == 0
     os.close(ours)
     return shown.replace("\r\n", "\n")
 

@@ -6,12 +6,12 @@ import asyncio
 import concurrent.futures
 import copy
 import pickle
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from datums import datum
+from patience import until
 
 import tinkex
 from tinkex import types
@@ -236,15 +236,12 @@ def test_a_running_sample_says_that_it_runs(service: tinkex.ServiceClient) -> No
     sampler = service.create_sampling_client(base_model=MODEL)
     params = types.SamplingParams(max_tokens=3000, seed=3, stop=[])
     future = sampler.sample(PROMPT, 1, params)
-    states = set()
-    for _ in range(200):
+
+    def is_seen_running() -> bool:
         status = future.status()
-        states.add(status.state)
-        if status.num_polls and status.state == "running":
-            break
-        time.sleep(0.02)
-    else:
-        assert future.done(), states
+        return bool(status.num_polls and status.state == "running")
+
+    until(lambda: is_seen_running() or future.done(), future.status)
     future.cancel()
 
 

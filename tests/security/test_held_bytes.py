@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -35,6 +36,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def memory_mib(server: ServerProcess) -> int:
     status = Path(f"/proc/{server.pid}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) // 1024
+
+
+def cpu_s(server: ServerProcess) -> float:
+    """Seconds of a CPU that the server took so far: they are few also where it waits for one."""
+    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def connected(server: ServerProcess) -> socket.socket:
@@ -101,16 +108,17 @@ def test_answers_that_nobody_reads_are_counted(server: ServerProcess) -> None:
 
 def test_requests_that_wait_behind_another_have_a_limit(server: ServerProcess) -> None:
     """Heads of 24 bytes become kilobytes each, and were made on the event loop: 84 s of it."""
-    started = time.monotonic()
+    before_s = cpu_s(server)
     with ExitStack() as stack:
         socks = []
         for _ in range(40):
             socks.append(stack.enter_context(connected(server)))
-            socks[-1].sendall(b"GET / HTTP/1.1\r\na: b\r\n\r\n" * 10_000)
+            with suppress(ConnectionError):  # it may have ended this one before all was sent
+                socks[-1].sendall(b"GET / HTTP/1.1\r\na: b\r\n\r\n" * 10_000)
         httpx.get(f"{server.base_url}/api/v1/healthz", timeout=60).raise_for_status()
-        assert time.monotonic() - started < 5
+        assert cpu_s(server) - before_s < 20
         for sock in socks:
-            with suppress(ConnectionResetError):
+            with suppress(ConnectionError):
                 while sock.recv(65_536):  # until the server ends it, after a few answers
                     pass
 

@@ -28,7 +28,7 @@ def _light() -> dict[str, object]:
 
 def _ended_pid() -> int:
     child = subprocess.Popen([sys.executable, "-c", ""])
-    child.wait(timeout=60)
+    child.wait(timeout=200)
     return child.pid
 
 

@@ -21,6 +21,7 @@ from tinkex.server.guard.budgets import Prices, SpendingBudgets
 from tinkex.server.work.flights import Flights
 from tinkex.server.work.futures import Outcome
 from tinkex.server.work.gated_pool import GatedPool
+from tinkex.server.work.inbox import Inbox
 from tinkex.server.work.open_work import OpenWork
 from tinkex.server.work.queued_request import QueuedRequest
 
@@ -135,19 +136,25 @@ async def test_a_request_that_is_cut_off_frees_its_number_and_may_be_sent_again(
 ) -> None:
     """Else a repeat would wait for ever, and the user would have one request more under way."""
     model = await app_world.model()
-    service, under_way = app_world.service, asyncio.Event()
+    service, under_way, repeated = app_world.service, asyncio.Event(), asyncio.Event()
     stuck: Future[bool] = Future()
+    again = Inbox._again
 
     def append(_: Any) -> Future[bool]:
         under_way.set()
         return stuck
 
+    async def noted(*args: Any) -> Any:
+        repeated.set()
+        return await again(*args)
+
     with monkeypatch.context() as patched:
         patched.setattr(service.store.journal, "append", append)
+        patched.setattr(Inbox, "_again", noted)
         first = asyncio.create_task(app_world.train(model, 1, TOKENS))
         await under_way.wait()
         repeat = asyncio.create_task(app_world.train(model, 1, TOKENS))
-        await asyncio.sleep(0.1)
+        await repeated.wait()
         first.cancel()
         answer = await asyncio.wait_for(repeat, 60)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")

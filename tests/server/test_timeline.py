@@ -69,9 +69,9 @@ async def test_a_trace_shows_passes_steps_saves_samples_and_refusals(tmp_path: P
         assert sampled.details["prompt_tokens"] == 3
         [decode] = run[model, "prefill and decode"]
         assert sampled.began_at - 0.1 <= decode.began_at <= decode.ended_at <= sampled.ended_at
-        [refused] = run[(LIMITS,)]
-        assert refused.name == "429 /api/v1/create_model"
-        assert refused.details["count"] == 3
+        refused = run[(LIMITS,)]  # one of them, unless a second went by between two
+        assert {one.name for one in refused} == {"429 /api/v1/create_model"}
+        assert sum(int(str(one.details["count"])) for one in refused) == 3
         assert (await slices(f"sessions/{session}/trace_export")).keys() == run.keys()
         named = {"name": "by its name"}
         told = await world.http.put(

@@ -192,11 +192,11 @@ def test_names_and_sizes_of_extended_headers_count():
 
 @pytest.mark.parametrize(("body", "word"), REFUSED, ids=[word for _, word in REFUSED])
 def test_what_could_mean_something_else_is_refused(body, word):
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(InvalidInputError) as caught:
         read(body)
     assert word in str(caught.value)
-    assert time.perf_counter() - started < 10  # `tarfile` took 51 s over the first one
+    assert time.thread_time() - started < 10  # `tarfile` took 51 s over the first one
 
 
 def test_folders_that_names_imply_are_counted(tmp_path):

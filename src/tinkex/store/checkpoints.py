@@ -211,9 +211,13 @@ class Audit(StoredNoun):
     """The audit log: what users did, and what was done to them, as `<resource>_<action>` events."""
 
     def record(self, user_id: str, event: str, details: dict[str, Any]) -> None:
-        """Write an entry. Does not wait for the commit."""
+        """Write an entry. Does not wait for the commit; `entries` and `page` do."""
         row = {"user_id": user_id, "timestamp": time.time(), "event": event, "details": details}
         self._writer.submit(lambda connection: connection.execute(insert(_audit), row))
+
+    def _wait_written(self) -> None:
+        """Wait for what was recorded: who looks right after an act must find it."""
+        self._writer.run(lambda connection: None)
 
     def forget(self, before: float) -> None:
         """Drop entries written before a moment."""
@@ -223,6 +227,7 @@ class Audit(StoredNoun):
         self, user_id: str, *, prefixes: Sequence[str] | None, start: float, end: float
     ) -> list[AuditEntry]:
         """Entries with start <= timestamp < end whose event starts with one of the prefixes."""
+        self._wait_written()
         query = select(_audit).where(_audit.c.user_id == user_id)
         query = query.where(_audit.c.timestamp >= start, _audit.c.timestamp < end)
         if prefixes is not None:
@@ -239,6 +244,7 @@ class Audit(StoredNoun):
         start: float | None = None,
     ) -> list[AuditEntry]:
         """Entries of every user, or of one, since a moment, newest first."""
+        self._wait_written()
         query = select(_audit)
         if start is not None:
             query = query.where(_audit.c.timestamp >= start)

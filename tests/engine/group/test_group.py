@@ -512,6 +512,6 @@ def test_a_folder_may_be_deleted_as_soon_as_it_was_read(leader, pair, tmp_path, 
         assert folder.exists()
     finally:
         follower.send_signal(signal.SIGCONT)
-    reader.join(60)
+    reader.join(200)
     assert not folder.exists()
     load(both.group, save(both.alone, tmp_path / "next"))  # the group goes on

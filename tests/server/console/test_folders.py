@@ -188,12 +188,12 @@ def test_the_command_serves_the_folder(tmp_path: Path):
     assert child.stdout is not None
     try:
         link = child.stdout.readline().strip()
-        page = httpx.get(link, follow_redirects=True, timeout=30)
+        page = httpx.get(link, follow_redirects=True, timeout=200)
         assert page.status_code == 200
         assert "run" in page.text
     finally:
         child.terminate()
-        child.wait(timeout=60)
+        child.wait(timeout=200)
         child.stdout.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE_S, soon, until
 from visits import token_of
 
 import tinkex
@@ -117,14 +119,14 @@ def test_the_link_of_tinkex_console_makes_its_owner_one_whatever_key_is_set(
 
 
 def _until_ended(client: httpx.Client, path: str) -> dict[str, Any]:
-    import time
+    told: dict[str, Any] = {}
 
-    for _ in range(600):
-        told = client.get(path.replace("/console/", "/console/api/")).json()
-        if told["status"] != "running":
-            return dict(told)
-        time.sleep(0.2)
-    raise AssertionError(told)
+    def has_ended() -> bool:
+        told.update(client.get(path.replace("/console/", "/console/api/")).json())
+        return told["status"] != "running"
+
+    until(has_ended, lambda: str(told))
+    return told
 
 
 def test_another_tenant_and_an_administrator_get_the_command(
@@ -161,13 +163,6 @@ def test_a_checkpoint_is_exported_from_the_browser(world: SimpleNamespace, tmp_p
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
 
 
-async def _until_running(launch: launchers.Launch) -> None:
-    for _ in range(600):
-        if b"base_url" in launch.output or launch.status != "running":
-            return
-        await asyncio.sleep(0.1)
-
-
 async def test_commands_are_bounded_stopped_and_end_with_the_console(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -179,13 +174,13 @@ async def test_commands_are_bounded_stopped_and_end_with_the_console(
     second = await launcher.start([*long, str(tmp_path / "b")], "")
     with pytest.raises(ApiError, match="2 commands run already"):
         await launcher.start(["version"], "")
-    await _until_running(first)
-    await _until_running(second)
+    for launch in (first, second):
+        await soon(lambda one=launch: b"base_url" in one.output, launch.told)
     launcher.stop(first)
-    await asyncio.wait_for(first.process.wait(), 60)
+    await asyncio.wait_for(first.process.wait(), PATIENCE_S)
     assert first.status in ("finished", "stopped")
     third = await launcher.start(["version"], "")
-    await asyncio.wait_for(third.process.wait(), 60)
+    await asyncio.wait_for(third.process.wait(), PATIENCE_S)
     await launcher.close()
     assert second.process.returncode is not None
     assert third.status == "finished"
@@ -197,13 +192,16 @@ async def test_a_console_ends_though_a_command_left_a_program_behind(
 ):
     """The program keeps the pipe of the command's output; it leaves even the command's session."""
     monkeypatch.setattr(launchers, "STOP_S", 0.3)
-    away = "import os, time; os.fork() or (os.setsid(), print('away', flush=True), time.sleep(20))"
+    away = "os.setsid(), print(os.getpid(), flush=True), time.sleep(900)"
+    away = f"import os, time; os.fork() or ({away})"
     monkeypatch.setattr(launchers, "_PROGRAM", (sys.executable, "-c", away))
     launcher = Launcher(tmp_path, {}, needs_token=True)
     launch = await launcher.start([], "")
-    await asyncio.wait_for(launch.process.wait(), 60)
-    async with asyncio.timeout(10):
-        await launcher.close()
+    await soon(lambda: launch.output.endswith(b"\n"), launch.told)
+    # Not `wait`: on some Pythons that waits for the end of the pipe.
+    await soon(lambda: launch.process.returncode is not None)
+    await asyncio.wait_for(launcher.close(), PATIENCE_S)
+    os.kill(int(launch.output), signal.SIGKILL)  # it was there all the time
 
 
 async def test_a_command_takes_no_module_from_the_folder_it_runs_in(tmp_path: Path):
@@ -211,7 +209,7 @@ async def test_a_command_takes_no_module_from_the_folder_it_runs_in(tmp_path: Pa
     (tmp_path / "click.py").write_text("raise SystemExit('taken over')")
     launcher = Launcher(tmp_path, {"TINKEX_HOME": str(tmp_path)}, needs_token=True)
     launch = await launcher.start(["version"], "")
-    await asyncio.wait_for(launch.process.wait(), 60)
+    await asyncio.wait_for(launch.process.wait(), PATIENCE_S)
     await launcher.close()
     assert launch.status == "finished", launch.told()["log"]
 

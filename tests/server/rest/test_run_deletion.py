@@ -85,6 +85,7 @@ async def test_nothing_of_a_deleted_run_is_left_but_its_bill(
     names = {"name": "mine", "path": f"tinker://{run}/weights/a"}
     await world.call("POST", "/checkpoint_names", 200, json=names)
     store = world.service.store
+    await world.service.ends.caught_up()
     await store.call(store.flush)
     await world.service.curves.flush()
     budget = SpendingBudget(

@@ -17,6 +17,7 @@ from tinkex.server.http.handlers import serve
 from tinkex.server.http.inputs import Text, moment
 from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.views import audit_view, storage_view, texts, usage_view
+from tinkex.server.service.service import Service
 from tinkex.store import Store, User
 from tinkex.types.fields.message import FIRST, LAST
 
@@ -50,9 +51,10 @@ async def audit_log(
 
 @serve(router, "billing_usage")
 async def usage_events(
-    store: Store, user: User, starting_on: Hour, ending_before: Hour
+    service: Service, store: Store, user: User, starting_on: Hour, ending_before: Hour
 ) -> types.BillingUsageResponse:
     _check_window(starting_on, ending_before)
+    service.ends.flush()  # a client may know the end of a request before the journal
     rows = await store.call(
         store.usage.events, user.user_id, starting_on.timestamp(), ending_before.timestamp()
     )
