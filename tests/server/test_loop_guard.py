@@ -33,7 +33,7 @@ async def _held(work: object, **options: object) -> list[Hold]:
 
 
 async def test_a_callback_that_computes_is_found_with_its_line() -> None:
-    (hold,) = await _held(lambda: _busy(0.3))
+    (hold,) = await _held(lambda: _busy(0.6))
     assert hold.seconds > 0.2
     assert "_busy" in hold.stack
     assert "held the event loop for 0." in str(hold)
@@ -68,9 +68,9 @@ async def test_time_of_others_is_not_charged() -> None:
         return frame.f_code.co_name == "mine"
 
     def mine() -> None:
-        _busy(0.3)
+        _busy(0.6)
 
-    assert await _held(lambda: _busy(0.3), is_ours=is_ours) == []
+    assert await _held(lambda: _busy(0.6), is_ours=is_ours) == []
     assert len(await _held(mine, is_ours=is_ours)) == 1
 
 
@@ -80,7 +80,7 @@ async def test_a_server_in_a_test_fails_it(tmp_path: Path, monkeypatch: pytest.M
     plain = sampling_sessions.SamplingSessions.get
 
     async def slow(self: object, *args: object) -> object:
-        _busy(0.3)
+        _busy(0.6)
         return await plain(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sampling_sessions.SamplingSessions, "get", slow)
@@ -98,7 +98,7 @@ def test_a_server_with_debug_logs_the_stack(tmp_path: Path) -> None:
         "from tinkex.server.guard.auth import Auth\n"
         "plain = Auth.identity_of\n"
         "def identity_of(*args, **more):\n"
-        "    ends = time.thread_time() + 0.3\n"
+        "    ends = time.thread_time() + 0.6\n"
         "    while time.thread_time() < ends: pass\n"
         "    return plain(*args, **more)\n"
         "Auth.identity_of = identity_of\n"
