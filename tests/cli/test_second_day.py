@@ -17,7 +17,7 @@ def walk(*options: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_interrupted_runs_names_and_a_server_beside_the_private_one():
     """H4, H6, H7 and M5 of the trial, on the toy engine."""
     walk("--toy", "--short")
