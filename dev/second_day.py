@@ -149,6 +149,13 @@ BESIDE = (
     ),
     Step(command=f'tinkex chat quickstart --prompt "Who are you?" {SHORT}'),
     Step(command=f'tinkex chat orders --prompt "Where is order 7?" {SHORT}'),
+    Step(command="tinkex checkpoint info orders", keeps={"orders_path": "(tinker://[^ ]+)"}),
+    Step(command=f"tinkex chat {{orders_path}} --prompt Hi {SHORT}"),
+    Step(
+        command="tinkex train sft rows.jsonl --from orders --name further --epochs 0.1 "
+        "--batch-size 4 --eval-share 0",
+        says=("Talk to it",),
+    ),
     Step(command="tinkex run list --all", says=("server local", "orders", "server {url}")),
     Step(command="tinkex --base-url local run list", says=("orders", "quickstart")),
     Step(command="tinkex --base-url {url} run list", never=("orders",)),

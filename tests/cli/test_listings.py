@@ -99,7 +99,7 @@ def test_checkpoint_info(cli, saved):
 @pytest.mark.parametrize(
     ("path", "code", "words"),
     [
-        ("weights/one", 2, "is not a checkpoint; one looks like tinker://RUN/weights/NAME"),
+        ("weights/one", 1, "neither a checkpoint, which looks like tinker://RUN/weights/NAME"),
         ("tinker://nobody:train:0/weights/x", 1, "nobody:train:0"),
     ],
 )
@@ -338,7 +338,9 @@ def test_checkpoint_save_of_a_fresh_adapter_and_of_another_checkpoint(cli, saved
 
 def test_checkpoint_save_needs_one_source(cli):
     assert cli("checkpoint", "save", "x").code == 2
-    assert cli("checkpoint", "save", "x", "--from", "nothing").code == 2
+    both = ("--from", "tinker://a:train:0/weights/x", "--base-model", "toy")
+    assert cli("checkpoint", "save", "x", *both).code == 2
+    assert cli("checkpoint", "save", "x", "--from", "nothing").code == 1
     missing = "tinker://nobody:train:0/weights/x"
     assert cli("checkpoint", "save", "x", "--from", missing).code == 1
 

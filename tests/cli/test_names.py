@@ -110,8 +110,8 @@ def test_what_another_model_stands_in_for_is_asked_of_the_hub_and_told(
 
 def test_what_cannot_be_gone_on_from_is_told(workshop):
     ran = workshop("train", "sft", "talk.jsonl", "--from", "nobody")
-    assert ran.code == 2
-    assert "'nobody' is no run here" in ran.err
+    assert ran.code == 1
+    assert "'nobody' is neither a checkpoint" in ran.err
     ran = workshop("train", "sft", "talk.jsonl", "--from", "tinker://a/b/c", "--rank", "4")
     assert ran.code == 2
     assert "leave --model and --rank out" in ran.err

@@ -8,9 +8,10 @@ import weakref
 
 import httpx
 import pytest
+from held_port import HeldPort
 
 from tinkex import ServiceClient
-from tinkex.cli.names import resolve
+from tinkex.cli.names import resolve, resolve_start
 from tinkex.cli.state import State
 from tinkex.client.session import embedded_server, holder
 from tinkex.contract.models import DEFAULT_MODEL
@@ -96,17 +97,72 @@ def test_a_renamed_run_of_another_server_is_found_by_its_new_name(
         for name, server in (("served", url), ("own", "local")):
             ran = cli("train", "sft", data, *SFT, "--name", name, "--base-url", server)
             assert ran.code == 0, ran.err
-        with ServiceClient(base_url="local"):  # keeps the private server running
+        with ServiceClient(base_url="local") as private:
+            private.get_server_capabilities()  # it runs from here on, and until the end
             renamed = cli("run", "rename", "served", "caps", "--json").json
             noted = cli("run", "note", "caps", "first", "--json")
             assert (noted.code, noted.json["note"]) == (0, "first"), noted.err
             for text in ("caps", renamed["training_run_id"], "served"):
-                told = cli("run", "info", text, "--json").json
-                assert told["training_run_id"] == renamed["training_run_id"]
+                told = cli("run", "info", text, "--json")
+                assert told.code == 0, (text, told.out, told.err)
+                assert told.json["training_run_id"] == renamed["training_run_id"]
             assert "No training run 'nobody'" in cli("run", "info", "nobody").err
             assert "No training run 'caps'" in cli("run", "info", "caps", "--base-url", "local").err
             monkeypatch.setenv("TINKER_BASE_URL", "local")
             assert "No training run 'caps'" in cli("run", "info", "caps").err, "one is named"
+
+
+def test_what_the_private_server_has_is_found_beside_a_server_that_commands_join(
+    cli, machine, data, start_server
+):
+    """By path, also where no folder here knows it; as what a run starts from; in lists."""
+    ran = cli("train", "sft", data, *SFT, "--name", "own", "--json")
+    assert ran.code == 0, ran.err
+    sampler_path = ran.json["sampler_path"]
+    end_private(machine)
+    beside = {"TINKEX_HOME": str(machine)}
+    with start_server(machine / "server", "--engine", "toy", env=beside) as url:
+        joined = cli("run", "list", "--json")
+        assert joined.json["runs"] == [], joined.err
+        for text in (sampler_path, "own"):
+            told = cli("checkpoint", "info", text, "--json")
+            assert told.code == 0, (told.out, told.err)
+            assert told.json["tinker_path"] == sampler_path
+        start = ("--epochs", "1", "--batch-size", "2", "--eval-share", "0")
+        on = cli("train", "sft", data, *start, "--from", "own", "--name", "on", "--json")
+        assert on.code == 0, on.err
+        listed = cli("checkpoint", "list", "--run-id", "on", "--json")
+        assert (listed.code, on.json["state_path"] in listed.out) == (0, True), listed.err
+        (machine / "runs.json").unlink()  # as for a run that another program made
+        for find, text, path in (
+            (resolve, sampler_path, sampler_path),
+            (resolve_start, "on", on.json["state_path"]),  # by its name on its server
+        ):
+            end_private(machine)
+            state = State()
+            assert (find(state, text), state.base_url) == (path, "local")
+        everywhere = {
+            one["server"] for one in cli("run", "list", "--all", "--json").json["servers"]
+        }
+        assert everywhere == {"local", url}
+
+
+def test_a_server_of_this_machine_that_does_not_answer_hides_no_other(cli, machine, data):
+    ran = cli("train", "sft", data, *SFT, "--name", "own", "--json")
+    assert ran.code == 0, ran.err
+    port = HeldPort()
+    record = {"base_url": f"http://127.0.0.1:{port.number}", "pid": os.getpid(), "needs_key": False}
+    (machine / "serving").mkdir()
+    (machine / "serving" / "1.json").write_text(json.dumps({**record, "data_dir": "/elsewhere"}))
+    shown = cli("run", "list", "--all", "--json")
+    assert [one["server"] for one in shown.json["servers"]] == ["local"], shown.err
+    assert f"{record['base_url']} shows no runs" in shown.err
+    renamed = cli("run", "rename", "own", "caps")
+    assert renamed.code == 0, renamed.err
+    assert cli("run", "info", "nobody").code == 1
+    assert cli("run", "info", "caps", "--json").json["name"] == "caps"
+    state = State()
+    assert resolve(state, "caps") == ran.json["sampler_path"]
 
 
 @pytest.mark.parametrize("name", ["small", "letters", "caps"])

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from tinkex.cli.completions import complete_checkpoint, complete_model
+from tinkex.cli.completions import complete_model
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,9 +31,6 @@ def check_tinker_path(ctx: click.Context, param: click.Parameter, value: Any) ->
     return value
 
 
-path_argument = click.argument(
-    "path", callback=check_tinker_path, shell_complete=complete_checkpoint
-)
 run_or_path_argument = click.argument("path", shell_complete=complete_model)
 
 
@@ -67,12 +64,3 @@ def near_runs(text: str) -> str:
     if near := difflib.get_close_matches(text, names, n=3, cutoff=0.5):
         return f" Did you mean {' or '.join(near)}?"
     return f" Runs here: {', '.join(names[:10])}." if names else ""
-
-
-def named(model: str | None) -> str | None:
-    """A run's name or folder as its checkpoint; everything else as it is."""
-    if model is None:
-        return None
-    from tinkex.runs.names import find_path
-
-    return find_path(model) or model

@@ -3,22 +3,25 @@
 A name means what it means to the server (`server/compat/model_names.py` has the order), which is
 asked by the route that OpenAI clients use. A run of this machine is known by its folder, too, which
 remembers its server and its last checkpoint; where nobody named a server, a name that no folder has
-is asked of the other servers of this machine as well. A folder, and a name with a slash, which is a
-model of the hub, are not asked.
+is asked of the other servers of this machine as well, and so is a checkpoint's path. A folder, and
+a name with a slash, which is a model of the hub, are not asked.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 from urllib.parse import quote
+
+import click
 
 from tinkex.cli.address import detail_of, resolve_address, send
 from tinkex.cli.arguments import near_runs
 from tinkex.cli.state import State
-from tinkex.errors import ModelNotFoundError
-from tinkex.runs.names import NamedRun, find, find_path
+from tinkex.errors import LocalServerError, ModelNotFoundError
+from tinkex.runs.names import NamedRun, find, find_path, known
 from tinkex.types.account.checkpoints import TinkerPath, is_tinker_path
 from tinkex.wire.endpoints import API
 from tinkex.wire.local_servers import (
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     import httpx
 
 
-def resolve(state: State, text: str, *, for_training: bool = False) -> str:
+def resolve(state: State, text: str) -> str:
     """A name as the path of a checkpoint, or as the base model that it is.
 
     The state then talks to the server that has it.
@@ -42,12 +45,13 @@ def resolve(state: State, text: str, *, for_training: bool = False) -> str:
         ModelNotFoundError: No server here knows it; the text has near names.
     """
     if is_tinker_path(text):
+        _go_to_server_of(state, text)
         return text
     if (run := find(text)) is not None:
         state.go_to(run)
         if (other := _of_server(state, text, run)) is not None:
             return other
-        return find_path(text, for_training=for_training) or text
+        return find_path(text) or text
     if "/" in text or Path(text).exists():
         return text  # a model of the Hugging Face hub, or a folder or file of one
     return _asked(state, text)
@@ -68,6 +72,25 @@ def resolve_checkpoint(state: State, text: str) -> str:
     return path
 
 
+def resolve_start(state: State, text: str) -> str:
+    """A run or a checkpoint as the path of what to train on from.
+
+    Raises:
+        ModelNotFoundError: It is neither; the text has near names.
+    """
+    if (run := find(text)) is not None:
+        state.go_to(run)
+        return find_path(text, for_training=True) or text
+    if not is_tinker_path(text):
+        for number, server in enumerate(_servers(state)):
+            answer = _get_here(server, _run_route(text), is_first=number == 0)
+            last = answer.json().get("last_checkpoint") if _is_found(answer) else None
+            if last is not None:
+                state.base_url = server
+                return str(last["tinker_path"])
+    return resolve_checkpoint(state, text)
+
+
 def run_of(state: State, text: str) -> str:
     """A run as its server knows it: by its id, or by the name it has there.
 
@@ -80,11 +103,7 @@ def run_of(state: State, text: str) -> str:
         state.go_to(run)
         path = run.state_path or run.sampler_path
         return TinkerPath.parse(path).run_id if path else text
-    servers = list(_servers(state))
-    if len(servers) > 1:
-        route = f"{API}/training_runs/{quote(text, safe='')}"
-        has_run = (server for server in servers if _get(server, route).status_code == 200)
-        state.base_url = next(has_run, state.base_url)
+    _go_where_found(state, _run_route(text))
     return text
 
 
@@ -117,11 +136,33 @@ def _of_server(state: State, text: str, run: NamedRun) -> str | None:
     return None if TinkerPath.parse(path).run_id in own else str(path)
 
 
+def _go_to_server_of(state: State, path: str) -> None:
+    """Talk to the server of this machine that has a checkpoint, unless the command names one."""
+    for run in known():
+        if path in (run.state_path, run.sampler_path):
+            state.go_to(run)
+            return
+    _go_where_found(state, f"/v1/models/{quote(path, safe='')}")
+
+
+def _go_where_found(state: State, route: str) -> None:
+    servers = list(_servers(state))
+    if len(servers) > 1:
+        found = (
+            server
+            for number, server in enumerate(servers)
+            if _is_found(_get_here(server, route, is_first=number == 0))
+        )
+        state.base_url = next(found, state.base_url)
+
+
 def _asked(state: State, text: str) -> str:
     first = ""
     base_model = None
-    for server in _servers(state):
-        answer = _get(server, f"/v1/models/{quote(text, safe='')}")
+    for number, server in enumerate(_servers(state)):
+        answer = _get_here(server, f"/v1/models/{quote(text, safe='')}", is_first=number == 0)
+        if answer is None:
+            continue
         if answer.status_code == 200 and (path := answer.json().get("path")):
             state.base_url = server
             return str(path)
@@ -134,6 +175,26 @@ def _asked(state: State, text: str) -> str:
         state.base_url = base_model[0]
         return text
     raise ModelNotFoundError(f"{first}{near_runs(text)}")
+
+
+def _run_route(run: str) -> str:
+    return f"{API}/training_runs/{quote(run, safe='')}"
+
+
+def _is_found(answer: httpx.Response | None) -> TypeGuard[httpx.Response]:
+    return answer is not None and answer.status_code == 200
+
+
+def _get_here(server: str | None, route: str, *, is_first: bool) -> httpx.Response | None:
+    """The answer of one of the servers of this machine; None from one that does not answer.
+
+    The first is the command's own, which has to.
+    """
+    if is_first:
+        return _get(server, route)
+    with contextlib.suppress(click.ClickException, LocalServerError):
+        return _get(server, route)
+    return None
 
 
 def _get(server: str | None, route: str) -> httpx.Response:

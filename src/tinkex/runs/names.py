@@ -74,8 +74,9 @@ def forget(what: str) -> None:
 
 def known() -> Iterator[NamedRun]:
     """Runs with a name whose folder is still there, the last used first."""
-    runs = [_read(Path(path), name) for name, path in _names().items()]
-    yield from sorted((run for run in runs if run is not None), key=lambda run: -run.saved_at)
+    read = [_read(Path(path), name) for name, path in _names().items()]
+    runs = (replace(run, is_named=True) for run in read if run is not None)
+    yield from sorted(runs, key=lambda run: -run.saved_at)
 
 
 def find(what: str) -> NamedRun | None:

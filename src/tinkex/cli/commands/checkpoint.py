@@ -1,5 +1,7 @@
 """`tinkex checkpoint ...`: everything one does to saved weights short of training on.
 
+PATH is a checkpoint's path, its short name, or a run, which stands for its last checkpoint to
+sample from; the command talks to the server of this machine that has it.
 Downloads and pushes are done by `tinkex.client.service.downloads`; this module asks and reports.
 """
 
@@ -11,10 +13,11 @@ from typing import Any
 
 import click
 
-from tinkex.cli.arguments import check_tinker_path, paging_options, path_argument
+from tinkex.cli.arguments import paging_options, run_or_path_argument
 from tinkex.cli.commands.checkpoint_delete import delete
 from tinkex.cli.commands.checkpoint_upload import upload
 from tinkex.cli.listing import Listing, collect
+from tinkex.cli.names import resolve_checkpoint, resolve_start, run_of
 from tinkex.cli.output import print_json, properties, size, span
 from tinkex.cli.state import Noun, State, pass_state
 
@@ -47,12 +50,13 @@ checkpoint.add_command(upload)
 
 
 @checkpoint.command("list")
-@click.option("--run-id", help="Only this run's checkpoints.")
+@click.option("--run-id", help="Only this run's checkpoints; its id or name.")
 @paging_options
 @pass_state
 def list_(state: State, run_id: str | None, limit: int, offset: int) -> None:
     """List checkpoints, newest first."""
     total: int | None
+    run_id = run_id and run_of(state, run_id)
     with state.rest() as rest:
         if run_id:
             checkpoints = rest.list_checkpoints(run_id).result().checkpoints
@@ -114,12 +118,13 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 @checkpoint.command()
-@path_argument
+@run_or_path_argument
 @pass_state
 def info(state: State, path: str) -> None:
     """Show one checkpoint."""
     from tinkex.types import ParsedCheckpointTinkerPath
 
+    path = resolve_checkpoint(state, path)
     run_id = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
     with state.rest() as rest:
         of_run = {
@@ -146,7 +151,7 @@ def info(state: State, path: str) -> None:
 @checkpoint.command()
 @click.argument("name")
 @click.option("--base-model", help="Start a fresh adapter on this model.")
-@click.option("--from", "source", callback=check_tinker_path, help="Or take this checkpoint.")
+@click.option("--from", "source", help="Or take this checkpoint, or a run's last one.")
 @click.option("--rank", type=click.IntRange(min=1), default=32, help="LoRA rank of a fresh one.")
 @click.option("--seed", type=int, help="Seed of a fresh one's weights.")
 @click.option("--sampler", is_flag=True, help="For sampling only, without optimizer state.")
@@ -165,6 +170,7 @@ def save(
     """Save a checkpoint called NAME."""
     if (base_model is None) == (source is None):
         raise click.UsageError("Give exactly one of --base-model and --from.")
+    source = source and resolve_start(state, source)
     with state.service() as service:
         if source is not None:
             training = service.create_training_client_from_state(source)
@@ -182,27 +188,29 @@ def save(
 
 
 @checkpoint.command()
-@path_argument
+@run_or_path_argument
 @pass_state
 def publish(state: State, path: str) -> None:
     """Let every user of the server read a checkpoint."""
+    path = resolve_checkpoint(state, path)
     with state.rest() as rest:
         rest.publish_checkpoint_from_tinker_path(path).result()
     _done(state, f"Published: every user of the server may read {path}", path=path, public=True)
 
 
 @checkpoint.command()
-@path_argument
+@run_or_path_argument
 @pass_state
 def unpublish(state: State, path: str) -> None:
     """Keep a checkpoint to yourself again."""
+    path = resolve_checkpoint(state, path)
     with state.rest() as rest:
         rest.unpublish_checkpoint_from_tinker_path(path).result()
     _done(state, f"Private: only you may read {path}", path=path, public=False)
 
 
 @checkpoint.command("set-ttl")
-@path_argument
+@run_or_path_argument
 @click.option("--ttl", type=int, metavar="SECONDS", help="Delete it this long from now.")
 @click.option("--remove", is_flag=True, help="Keep it until someone deletes it.")
 @pass_state
@@ -210,6 +218,7 @@ def set_ttl(state: State, path: str, ttl: int | None, remove: bool) -> None:
     """Set or remove a checkpoint's time to live."""
     if (ttl is None) == (not remove):
         raise click.UsageError("Give exactly one of --ttl SECONDS and --remove.")
+    path = resolve_checkpoint(state, path)
     with state.rest() as rest:
         rest.set_checkpoint_ttl_from_tinker_path(path, ttl).result()
     until = "stays until it is deleted" if ttl is None else f"expires in {span(ttl)}"
@@ -217,11 +226,12 @@ def set_ttl(state: State, path: str, ttl: int | None, remove: bool) -> None:
 
 
 @checkpoint.command()
-@path_argument
+@run_or_path_argument
 @click.argument("name")
 @pass_state
 def name(state: State, path: str, name: str) -> None:
     """Give a checkpoint a short NAME, for OpenAI and Anthropic clients and for yourself."""
+    path = resolve_checkpoint(state, path)
     with state.rest() as rest:
         rest.name_checkpoint(path, name).result()
     _done(state, f"{name} is {path}", path=path, name=name)
@@ -253,7 +263,7 @@ def _done(state: State, words: str, **facts: Any) -> None:
 
 
 @checkpoint.command()
-@path_argument
+@run_or_path_argument
 @click.option(
     "-o",
     "--output",
@@ -266,6 +276,7 @@ def download(state: State, path: str, output: Path | None, force: bool) -> None:
     """Download a checkpoint as a PEFT folder named <run>_<kind>_<name>."""
     from tinkex.cli.downloads import fetch_folder, folder_name
 
+    path = resolve_checkpoint(state, path)
     folder = (output or Path()) / folder_name(path)
     num_bytes = fetch_folder(state, path, folder, force=force)
     state.show(
@@ -275,7 +286,7 @@ def download(state: State, path: str, output: Path | None, force: bool) -> None:
 
 
 @checkpoint.command("push-hf")
-@path_argument
+@run_or_path_argument
 @click.option("-r", "--repo", help="Repository, USER/NAME; made from the path by default.")
 @click.option("--public", is_flag=True, help="Make a new repository public.")
 @click.option("--revision", help="Branch to push to.")
@@ -298,6 +309,7 @@ def push_hf(
     """Push a checkpoint to the Hugging Face hub as a PEFT adapter."""
     from tinkex.cli.downloads import folder_name, push_to_hub
 
+    path = resolve_checkpoint(state, path)
     repo_id = repo or folder_name(path)
     options |= {"public": public, "revision": revision, "model_card": not no_model_card}
     push_to_hub(state, path, repo_id, **options)

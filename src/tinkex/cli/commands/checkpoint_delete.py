@@ -17,6 +17,7 @@ import click
 from tinkex.cli.arguments import check_tinker_path, read_iso_time
 from tinkex.cli.completions import complete_checkpoint
 from tinkex.cli.messages import words
+from tinkex.cli.names import resolve_checkpoint, run_of
 from tinkex.cli.state import Leaf, State, pass_state
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _TYPES = {
 
 @click.command(cls=Leaf)
 @click.argument("paths", nargs=-1, callback=check_tinker_path, shell_complete=complete_checkpoint)
-@click.option("--run-id", help="Delete this run's checkpoints instead of named ones.")
+@click.option("--run-id", help="Delete those of this run, by its id or name, instead.")
 @click.option("--type", "kind", type=click.Choice(list(_TYPES)), help="Only this kind.")
 @click.option("--before", metavar="ISO", callback=read_iso_time, help="Only those made before.")
 @click.option("--after", metavar="ISO", callback=read_iso_time, help="Only those made after.")
@@ -57,6 +58,10 @@ def delete(
         raise click.UsageError("Name checkpoints to delete, or give --run-id; one of the two.")
     if paths and (kind or before or after):
         raise click.UsageError("--type, --before and --after filter a run: give --run-id.")
+    if run_id:
+        run_id = run_of(state, run_id)
+    else:
+        resolve_checkpoint(state, paths[0])  # its server
     with state.rest() as rest:
         if run_id:
             items = rest.list_checkpoints(run_id).result().checkpoints

@@ -15,9 +15,11 @@ from tinkex.cli.commands.rollouts import rollouts
 from tinkex.cli.completions import complete_run
 from tinkex.cli.downloads import fetch_trace, trace_file
 from tinkex.cli.listing import Listing, collect
+from tinkex.cli.messages import words
 from tinkex.cli.names import run_of, servers_here
 from tinkex.cli.output import MISSING, Table, ago, properties, size
 from tinkex.cli.state import Noun, State, pass_state
+from tinkex.errors import TinkerError
 from tinkex.runs.names import find, forget
 
 if TYPE_CHECKING:
@@ -119,10 +121,14 @@ def list_(state: State, limit: int, offset: int, columns: list[str], everywhere:
 def _list_everywhere(state: State, limit: int, offset: int, columns: list[str]) -> None:
     found = []
     for server in servers_here():
-        with State(base_url=server).rest() as rest:
-            runs, total = collect(
-                rest.list_training_runs, "training_runs", limit=limit, offset=offset, page=_PAGE
-            )
+        try:
+            with State(base_url=server).rest() as rest:
+                runs, total = collect(
+                    rest.list_training_runs, "training_runs", limit=limit, offset=offset, page=_PAGE
+                )
+        except TinkerError as exc:  # it may be stopping; the others are shown all the same
+            state.note(f"The server {server} shows no runs: {words(exc)}")
+            continue
         found.append({"server": server, "runs": runs, "total": total})
         if state.format != "json":
             state.note(f"Runs of the server {server}:")

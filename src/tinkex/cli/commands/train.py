@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinkex.cli import started_commands
-from tinkex.cli.arguments import named, near_runs
+from tinkex.cli.arguments import near_runs
 from tinkex.cli.commands.pull import prepare
 from tinkex.cli.completions import complete_model, complete_run
 from tinkex.cli.messages import program
+from tinkex.cli.names import resolve, resolve_start
 from tinkex.cli.output import properties
 from tinkex.cli.progress import RESULTS, label, steps
 from tinkex.cli.reward_files import load_reward
@@ -275,7 +276,7 @@ def distill(state: State, /, prompts: str, teacher: str, **options: Any) -> None
     """Learn to speak like a teacher: answer PROMPTS, and learn from the teacher's scores."""
     from tinkex.recipes import distill
 
-    config = partial(distill.DistillConfig, teacher=named(teacher) or teacher)
+    config = partial(distill.DistillConfig, teacher=resolve(state, teacher))
     _run(state, distill.train, config, options, prompts, rows=prompts)
 
 
@@ -321,7 +322,7 @@ def _run(
     started = {"command": command.info_name, "params": dict(command.params), "cwd": os.getcwd()}
     recipe, show_plot = train.__module__.rpartition(".")[2], options.pop("show_plot")
     dry_run = options.pop("dry_run")
-    config = config_of(**_settings(recipe, named_after or rows or "", options, dry_run))
+    config = config_of(**_settings(state, recipe, named_after or rows or "", options, dry_run))
     for source in (rows, config.eval_data):
         if source:
             check_source(source)
@@ -387,9 +388,11 @@ def resume(ctx: click.Context, state: State, run: str) -> None:
         ctx.invoke(command, **{**started["params"], "log_dir": log_dir, "name": None})
 
 
-def _settings(recipe: str, source: str, options: dict[str, Any], dry_run: bool) -> dict[str, Any]:
+def _settings(
+    state: State, recipe: str, source: str, options: dict[str, Any], dry_run: bool
+) -> dict[str, Any]:
     """The settings that options were given for; the recipe's defaults stand for the others."""
-    from tinkex.runs.names import find_path, remember
+    from tinkex.runs.names import remember
 
     name, start = options.pop("name"), options.pop("start")
     settings = {name: value for name, value in options.items() if value is not None}
@@ -397,7 +400,7 @@ def _settings(recipe: str, source: str, options: dict[str, Any], dry_run: bool) 
     if "eval_data" in settings and "eval_share" in settings:
         raise click.UsageError("--eval-data takes the place of --eval-share; give one of them.")
     if settings.get("kl_to", "base") != "base":
-        settings["kl_to"] = named(settings["kl_to"])
+        settings["kl_to"] = resolve(state, settings["kl_to"])
     # Named after what is trained on: a second file never meets the log of the first.
     folder = f"runs/{name}" if name else f"runs/{recipe}-{Path(source).stem}"
     settings.setdefault("log_dir", folder)
@@ -406,11 +409,7 @@ def _settings(recipe: str, source: str, options: dict[str, Any], dry_run: bool) 
             raise click.UsageError(
                 "--from brings its model and rank; leave --model and --rank out."
             )
-        settings["model"] = find_path(start, for_training=True)
-        if settings["model"] is None:
-            raise click.UsageError(
-                f"'{start}' is no run here: --from takes a name, a log folder, or a tinker:// path."
-            )
+        settings["model"] = resolve_start(state, start)
     if name and not dry_run:
         remember(name, settings["log_dir"])
     return settings

@@ -435,7 +435,9 @@ _shared: weakref.WeakValueDictionary[tuple[str, str | None], Holder] = weakref.W
 
 def shared_holder(config: ClientConfig) -> Holder:
     """The process's session-less holder for this service and account."""
-    key = (config.base_url, hashlib.sha256((config.api_key or "").encode()).hexdigest())
+    # Without a server named, a `tinkex serve` may be joined; `local` is always the private one.
+    server = f"{config.base_url} {config.is_private}"
+    key = (server, hashlib.sha256((config.api_key or "").encode()).hexdigest())
     holder = _shared.get(key)
     if holder is None or holder.is_closed:
         holder = _shared[key] = Holder(config, with_session=False)
