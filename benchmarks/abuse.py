@@ -3,7 +3,8 @@
 The attacks of `attackers.py` one after the other: queues flooded with long samples, large bodies,
 bodies at `/v1` that are huge once parsed, other weights under the digest of a public checkpoint,
 archives that are slow to read, sparse inputs that say they are gigabytes, traced losses of much
-work, losses, weights and imports that fill the disk, connections that stay open, strangers.
+work, losses, weights and imports that fill the disk, connections that stay open, pages of very many
+points, strangers.
 Meanwhile the polite key sends heartbeats, samples eight tokens of its own checkpoint again and
 again, greedily, and counts an answer that is not the first one as an error.
 

@@ -403,6 +403,43 @@ async def hold_connections(target: Target, until: float) -> None:
         writer.transport.abort()
 
 
+# ------------------------------------------------------------------------------------ pages
+
+
+async def ask_for_all_points(target: Target, until: float) -> None:
+    """Runs of a thousand long curves, and pages, files and traces that show all of them."""
+    _, model = await open_model(target.connect())
+    names = [f"metric-{n}" for n in range(980)]
+    steps = iter(range(1_000_000))
+
+    async def log(connection: Connection) -> None:
+        step = next(steps)
+        for first in range(0, len(names), 200):
+            metrics = dict.fromkeys(names[first : first + 200], step + 0.123456789)
+            body = {"model_id": model, "metrics": metrics, "step": step}
+            await connection.post("log_metrics", body)
+
+    async def look(path: str) -> None:
+        headers = {"x-api-key": target.key}
+        base = f"http://127.0.0.1:{target.port}"
+        async with httpx.AsyncClient(base_url=base, headers=headers, timeout=30) as client:
+            answer = await client.get(path)
+            if path.endswith("trace_export"):
+                await client.get(answer.json()["url"])
+
+    works = [repeat(until, partial(log, target.connect())) for _ in range(4)]
+    for path in (
+        f"/console/api/compare?runs={model}",
+        f"/console/api/curves?runs={model}",
+        f"/console/api/runs/{model}",
+        f"/console/runs/{model}/metrics.csv",
+        f"/api/v1/training_runs/{model}/trace_export",
+        "/api/v1/training_runs?limit=1000",
+    ):
+        works += [repeat(until, partial(look, path)) for _ in range(6)]
+    await all_until(until, works)
+
+
 # ------------------------------------------------------------------------------------ strangers
 
 
@@ -452,6 +489,7 @@ ATTACKS: dict[str, Attack] = {
     "losses": work_in_losses,
     "disk": fill_the_disk,
     "connections": hold_connections,
+    "pages": ask_for_all_points,
     "strangers": knock_without_a_key,
 }
 

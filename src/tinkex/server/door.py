@@ -27,6 +27,7 @@ from tinkex.server.guard.callers import foreign_credential, is_foreign, own_cred
 from tinkex.server.guard.connections import HOLD_HEAD, PIECE_BYTES
 from tinkex.server.guard.origin import check_host, check_local
 from tinkex.server.http.bodies import (
+    PAGE_BYTES,
     count_answer,
     headers_of,
     let_go,
@@ -68,8 +69,6 @@ _STORES = frozenset(
 _FREES = frozenset({ENDPOINTS["unload_model"].path})
 _ADMIN = "/tinkex/v1/admin/"
 MAX_SUBMITTING = 32
-PAGE_BYTES = 8 * 1024 * 1024
-"""Reserved for an answer of FastAPI's routes before it is made: one page of a listing."""
 SUBMIT_COST = 4096
 """What a request costs beside the bytes of its body, in bytes."""
 _NEED_KEY = ("/api/", "/tinkex/")

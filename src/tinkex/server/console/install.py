@@ -23,7 +23,7 @@ def install(app: FastAPI, parts: AppDependencies, chat_formats: ChatFormats) -> 
     """Mount the pages; sets `console` on `app.state`."""
     runs = ServerRuns(parts.service, chat_formats)
     app.state.console = ConsoleDependencies(
-        runs, parts.auth, parts.failed_logins, parts.quotas, _launcher(parts)
+        runs, parts.auth, parts.failed_logins, parts.quotas, _launcher(parts), parts.drawing
     )
     if parts.auth.is_open:  # one's own machine: what is sampled here is its user's to see
         parts.service.rollouts.open_to(OPEN_USER)

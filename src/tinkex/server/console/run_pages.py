@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
@@ -24,16 +25,16 @@ from tinkex.server.console.rollout_view import Coloring, rollout_view
 from tinkex.server.console.settings_view import settings_view, shown, sort_runs
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import (
+    MAX_SENT,
     Growth,
     Source,
+    console_of,
     copied,
     file_stem,
     source_of,
     thinned_curves,
-    thinning,
-    told_curves,
 )
-from tinkex.server.console.visitors import Visitor, may_look_on
+from tinkex.server.console.visitors import Visitor, begin_stream, may_look_on
 from tinkex.server.http import inputs
 from tinkex.server.http.handlers import answer
 from tinkex.server.process.problems import ApiError
@@ -77,7 +78,7 @@ async def runs_page(request: Request, user: Visitor, query: Asked) -> Response:
     found = await _runs(request, user, query)
     if query.view == "settings":
         found["runs"] = sort_runs(found["runs"], query.by, down=query.down)
-        found["settings"] = settings_view(found["runs"])
+        found["settings"] = await asyncio.to_thread(settings_view, found["runs"])
     return page(
         request,
         "settings.html" if query.view == "settings" else "runs.html",
@@ -122,9 +123,8 @@ async def _resuming(request: Request, run: dict[str, Any]) -> dict[str, Any]:
 
 @router.get("/api/runs/{run_id}")
 async def run_json(request: Request, user: Visitor, run_id: inputs.Text) -> Response:
-    source = source_of(request)
-    found = await source.run(_eyes(request, user), run_id)
-    return answer({**found, "curves": told_curves(await source.curves(run_id))})
+    found = await source_of(request).run(_eyes(request, user), run_id)
+    return answer({**found, "curves": (await _drawn(request, [run_id]))[run_id]})
 
 
 @router.get("/runs/{run_id}/metrics.{kind}")
@@ -134,26 +134,45 @@ async def metrics_file(
     """All curves of a run to download."""
     source = source_of(request)
     found = await source.run(_eyes(request, user), run_id)
-    curves = {name: copied(curve) for name, curve in (await source.curves(run_id)).items()}
+    async with _turn(request):
+        curves = {name: copied(curve) for name, curve in (await source.curves(run_id)).items()}
+        # Whole: what makes the pieces takes several times their size, for as long as they are read.
+        content = await asyncio.to_thread(lambda: b"".join(metric_file(curves, kind)))
     name = f"{file_stem(found['name'])}.{kind}"
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    # An iterator that is not asynchronous is read in a thread.
-    return StreamingResponse(metric_file(curves, kind), headers=headers, media_type=MEDIA[kind])
+    return Response(content, headers=headers, media_type=MEDIA[kind])
 
 
 @router.get("/api/curves")
 async def curves_json(
     request: Request, user: Visitor, runs: RunIds, names: MetricNames
 ) -> Response:
-    """Curves of several runs; of all metrics thinned, of those named every point."""
-    source, ids = source_of(request), _run_ids(runs)
-    found = {}
+    """Curves of several runs; of all metrics thinned, of one that is named every point."""
+    ids = _run_ids(runs)
     for run_id in ids:
-        await source.check(_eyes(request, user), run_id)
-        curves = await source.curves(run_id)
-        found[run_id] = {n: c for n, c in curves.items() if not names or n in names}
-    every = 1 if names else thinning(c for curves in found.values() for c in curves.values())
-    return answer({run_id: thinned_curves(curves, every) for run_id, curves in found.items()})
+        await source_of(request).check(_eyes(request, user), run_id)
+    return answer(await _drawn(request, ids, names))
+
+
+def _turn(request: Request) -> AbstractAsyncContextManager[None]:
+    """A turn at what is made of very many points."""
+    return console_of(request).drawing.slot(request.scope.get("tinkex.user", ""))
+
+
+async def _drawn(
+    request: Request, run_ids: list[str], names: list[str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Curves by run and name, together no more points than a page is sent.
+
+    A run after the other: each may have half a million points, of which few are kept.
+    """
+    most, drawn = MAX_SENT // max(len(run_ids), 1), {}
+    async with _turn(request):
+        for run_id in run_ids:
+            curves = await source_of(request).curves(run_id)
+            chosen = {name: curve for name, curve in curves.items() if not names or name in names}
+            drawn[run_id] = thinned_curves(chosen, most)
+    return drawn
 
 
 @router.get("/api/runs/{run_id}/live")
@@ -161,6 +180,7 @@ async def run_live(request: Request, user: Visitor, run_id: inputs.Text) -> Resp
     """Server-sent events: whatever of the curves grew, once a second."""
     source = source_of(request)
     await source.check(_eyes(request, user), run_id)
+    begin_stream(request)
     return StreamingResponse(_growth(request, source, run_id), media_type="text/event-stream")
 
 
@@ -268,8 +288,9 @@ async def compare_json(
     request: Request, user: Visitor, runs: RunIds, baseline: Text = ""
 ) -> Response:
     found = await _compared(request, user, runs, baseline)
+    drawn = await _drawn(request, [one["run_id"] for one in found])
     for one in found:
-        one["curves"] = told_curves(await source_of(request).curves(one["run_id"]))
+        one["curves"] = drawn[one["run_id"]]
     return answer({"runs": found, "baseline": baseline})
 
 

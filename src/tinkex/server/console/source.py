@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import urlencode
 
@@ -18,6 +18,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from tinkex.server.console.launcher import Launcher
+from tinkex.server.fairness.gate import FairGate
 from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.guard.quotas import Quotas
 from tinkex.server.runs.curves import Curve
@@ -150,6 +151,8 @@ class ConsoleDependencies:
     """None over folders on one's own disk."""
     launcher: Launcher | None = None
     """None where nobody may start programs from a browser."""
+    drawing: FairGate = field(default_factory=lambda: FairGate(2))
+    """Turns for what is made of very many points."""
 
 
 def console_of(request: Request) -> ConsoleDependencies:
@@ -174,11 +177,6 @@ def copied(curve: Curve) -> Curve:
     return replace(curve, **lists)  # type: ignore[arg-type]
 
 
-def told_curves(found: dict[str, Curve]) -> dict[str, Any]:
-    """Curves as JSON."""
-    return {name: _told(curve) for name, curve in sorted(found.items())}
-
-
 def _told(curve: Curve, start: int = 0, every: int = 1) -> dict[str, Any]:
     chosen = slice(start + (len(curve.steps) - 1 - start) % every, None, every)  # with the last
     return {
@@ -189,15 +187,17 @@ def _told(curve: Curve, start: int = 0, every: int = 1) -> dict[str, Any]:
     }
 
 
-def thinning(found: Iterable[Curve]) -> int:
+def thinning(found: Iterable[Curve], most: int = MAX_SENT) -> int:
     """Every how-manieth point of curves a page gets at first, so that it is never many megabytes.
 
     It asks for all points of a metric (`/console/api/curves?names=`) when somebody looks at it.
     """
-    return math.ceil(sum(len(curve.steps) for curve in found) / MAX_SENT) or 1
+    return math.ceil(sum(len(curve.steps) for curve in found) / max(most, 1)) or 1
 
 
-def thinned_curves(found: Mapping[str, Curve], every: int) -> dict[str, Any]:
+def thinned_curves(found: Mapping[str, Curve], most: int = MAX_SENT) -> dict[str, Any]:
+    """Curves as JSON, together about `most` points."""
+    every = thinning(found.values(), most)
     return {name: _thinned(name, curve, every) for name, curve in sorted(found.items())}
 
 
@@ -215,21 +215,20 @@ class Growth:
 
     def of(self, found: dict[str, Curve]) -> dict[str, Any]:
         """Curves that grew: their new points (`isMore`), or all where they were thinned."""
-        told = {}
-        new = [curve for name, curve in found.items() if name not in self._seen]
-        every = thinning(new)
-        for name, curve in sorted(found.items()):
+        told: dict[str, Any] = {}
+        whole: dict[str, Curve] = {}
+        for name, curve in found.items():
             stride, num_made = self._seen.get(name, (0, 0))
             num_new = curve.num_made - num_made
             if stride == curve.stride and num_new == 0:
                 continue
-            is_more = stride == curve.stride and 0 < num_new <= len(curve.steps)
-            if is_more:
+            if stride == curve.stride and 0 < num_new <= len(curve.steps):
                 told[name] = {**_told(curve, len(curve.steps) - num_new), "isMore": True}
             else:
-                told[name] = _thinned(name, curve, every)
+                whole[name] = curve
             self._seen[name] = (curve.stride, curve.num_made)
-        return told
+        told |= thinned_curves(whole)
+        return dict(sorted(told.items()))
 
 
 def age(moment: float) -> str:

@@ -16,6 +16,7 @@ from fastapi import Depends, Request, Response
 from tinkex.server.console.source import console_of
 from tinkex.server.guard.auth import TOKEN_TTL_S, address_of, credential_of
 from tinkex.server.guard.origin import check_same_site
+from tinkex.server.http.bodies import PAGE_BYTES, let_go, reserve_answer
 from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.process.problems import ApiError
 from tinkex.store import User
@@ -57,7 +58,15 @@ async def visitor(request: Request) -> User:
     if console.quotas is not None:
         console.quotas.note(user)
         console.quotas.spend(user)
+        await reserve_answer(request, PAGE_BYTES)
     return user
+
+
+def begin_stream(request: Request) -> None:
+    """Give back the room for a page: a stream may last for days, and holds none."""
+    console = console_of(request)
+    if console.quotas is not None:
+        let_go(request.scope, dependencies_of(request).bodies)
 
 
 async def may_look_on(request: Request) -> bool:

@@ -32,6 +32,8 @@ SMALL_BODY_BYTES = 16 * 1024
 """Bodies below this are not counted against the budget."""
 RESERVE_BYTES = 1024 * 1024
 """Reserved at a time for a body that does not say its length."""
+PAGE_BYTES = 8 * 1024 * 1024
+"""Reserved for an answer of FastAPI's routes before it is made: one page of a listing."""
 _KEPT = "tinkex.body"
 _SIZE = "tinkex.size"
 _HELD = "tinkex.held"

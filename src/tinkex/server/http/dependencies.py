@@ -29,6 +29,8 @@ from tinkex.store import Store
 
 READING_AT_ONCE = 2
 """Bodies of many parts that are parsed and checked at a time."""
+DRAWING_AT_ONCE = 2
+"""Answers made of very many rows or points, traces and curves, that are made at a time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +54,8 @@ class AppDependencies:
     """Unpacks and renders what strangers sent."""
     reading: FairGate = field(default_factory=lambda: FairGate(READING_AT_ONCE))
     """Turns for parsing bodies of many parts."""
+    drawing: FairGate = field(default_factory=lambda: FairGate(DRAWING_AT_ONCE))
+    """Turns for making traces and curves."""
     connections: ConnectionLimits | None = None
     """None where there is no socket, as in tests over an in-process transport."""
 

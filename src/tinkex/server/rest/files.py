@@ -18,6 +18,7 @@ from starlette.responses import FileResponse, StreamingResponse
 
 from tinkex.server.files.tar import FolderTar
 from tinkex.server.guard.auth import credential_of
+from tinkex.server.http.bodies import reserve_answer
 from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.http.handlers import serve
 from tinkex.server.http.inputs import Text
@@ -27,6 +28,8 @@ from tinkex.server.service.service import Service
 from tinkex.store import Checkpoint, Store
 
 router = APIRouter(prefix="/api/v1/signed", tags=["files"])
+TRACE_BYTES = 32 * 1024 * 1024
+"""Reserved for a trace before it is made: about the size of the largest."""
 # One range only. A request for several gets the whole archive, as RFC 9110 (14.2) allows.
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
@@ -52,8 +55,7 @@ async def download(request: Request, token: Text, file_name: Text) -> Response:
     if "upload" in resource:
         raise ApiError(403, "This link is for an upload: PUT the file to it.")
     if "trace" in resource:
-        trace = await session_trace(parts.service, resource["trace"], resource.get("run"))
-        return Response(trace, media_type="application/octet-stream")
+        return await _trace(request, str(resource.get("user")), resource)
     folder = await parts.shelf.at_hand((await _checkpoint(store, resource)).folder)
     if "archive" in resource:
         return await asyncio.to_thread(archive, request, folder, file_name)
@@ -110,6 +112,16 @@ def _span(header: str | None, size: int) -> tuple[int, int] | None:
             416, "The range lies outside the file.", headers={"Content-Range": f"bytes */{size}"}
         )
     return start, end
+
+
+async def _trace(request: Request, user_id: str, resource: dict[str, Any]) -> Response:
+    """A trace, in a turn of its user: it is made of very many rows."""
+    parts = dependencies_of(request)
+    request.scope["tinkex.user"] = user_id  # whose room and turn it takes
+    async with parts.drawing.slot(user_id):
+        await reserve_answer(request, TRACE_BYTES)
+        trace = await session_trace(parts.service, resource["trace"], resource.get("run"))
+    return Response(trace, media_type="application/octet-stream")
 
 
 async def session_trace(service: Service, session_id: str, run_id: str | None) -> bytes:

@@ -32,6 +32,8 @@ MAX_COURSE = 120
 MAX_RUNS = 256
 MAX_HELD = 500_000
 """Runs whose curves are kept in memory, and points of them all; more of one run stay while used."""
+PACKED_AT_ONCE = 100
+"""Curves that are packed to be written before others have a turn."""
 PARTS = ("pass_time_s", "optim_time_s", "save_time_s")
 """What the time of a step goes to, `Operation.part_of_step`; the rest is `other_time_s`."""
 MEASURED = frozenset(
@@ -136,6 +138,15 @@ class _Run:
     spent: dict[str, float] = field(default_factory=dict)
     """Seconds of the worker since the last step, by part."""
 
+    @property
+    def num_points(self) -> int:
+        return sum(len(curve.steps) for curve in self.curves.values())
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether letting go of it would lose what the next step or write needs."""
+        return bool(self.dirty or self.spent or self.tokens or self.weight or self.gap)
+
 
 def _course(stored: StoredCurve) -> Course:
     """The same as `Curve.unpacked(stored).course()`, for a tenth of the time."""
@@ -156,6 +167,7 @@ class LiveCurves:
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         self._opening: dict[str, asyncio.Task[_Run]] = {}
         self._writing = asyncio.Lock()  # a curve that is dropped must not be written again
+        self._num_held = 0  # points, as of the last write and what was read since
 
     # ------------------------------------------------------------------------ what happens
 
@@ -330,20 +342,36 @@ class LiveCurves:
             await self._write()
 
     async def _write(self) -> None:
-        changed = [
-            StoredCurve(model_id=run_id, name=name, stride=c.stride, points=c.packed())
-            for run_id, run in self._runs.items()
-            for name in run.dirty
-            for c in (run.curves[name],)
-        ]
-        for run in self._runs.values():
-            run.dirty.clear()  # before the write: what changes under it is written the next time
+        changed: list[StoredCurve] = []
+        for run_id, run in list(self._runs.items()):
+            names, run.dirty = run.dirty, set()  # what changes from here on is written next time
+            for name in names:
+                curve = run.curves[name]
+                changed.append(
+                    StoredCurve(
+                        model_id=run_id, name=name, stride=curve.stride, points=curve.packed()
+                    )
+                )
+                if len(changed) % PACKED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
         if changed:
             await self._store.call(self._store.curves.save, changed)
-        num_held = sum(len(c.steps) for run in self._runs.values() for c in run.curves.values())
-        while len(self._runs) > MAX_RUNS or (num_held > MAX_HELD and len(self._runs) > 1):
-            _, run = self._runs.popitem(last=False)
-            num_held -= sum(len(curve.steps) for curve in run.curves.values())
+        self._trim()
+
+    def _trim(self) -> None:
+        """Let go of runs that nobody used lately, those in the middle of a step last."""
+        self._num_held = sum(run.num_points for run in self._runs.values())
+        self._let_go_while_above(MAX_HELD, [n for n, run in self._runs.items() if not run.is_busy])
+        self._let_go_while_above(
+            4 * MAX_HELD, [n for n, run in self._runs.items() if not run.dirty]
+        )
+
+    def _let_go_while_above(self, max_held: int, run_ids: Sequence[str]) -> None:
+        for run_id in run_ids:
+            is_enough = self._num_held <= max_held and len(self._runs) <= MAX_RUNS
+            if is_enough or len(self._runs) == 1:
+                return
+            self._num_held -= self._runs.pop(run_id).num_points
 
     def let_go(self, run_id: str) -> None:
         """A run is parked: its curves are read again when somebody looks."""
@@ -366,9 +394,12 @@ class LiveCurves:
             self._opening.pop(run_id, None)
 
     async def _load(self, run_id: str) -> _Run:
+        if self._num_held > 2 * MAX_HELD:  # many were read since the last write
+            await self.flush()
         stored = await self._store.call(self._store.curves.of_run, run_id)
         model = await self._store.call(self._store.models.get, run_id)
         run = _Run({curve.name: Curve.unpacked(curve) for curve in stored})
+        self._num_held += run.num_points
         run.num_steps = run.first_step = (model.first_step if model else None) or 0
         if (rate := run.curves.get("learning_rate")) is not None and rate.steps:
             run.num_steps = int(rate.steps[-1])

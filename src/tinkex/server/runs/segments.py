@@ -6,18 +6,46 @@ lost, and is left out.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from tinkex.server.runs.curves import MEASURED, Course, Curve, LiveCurves
 from tinkex.store import Checkpoint, Model, Store
+
+MAX_SEGMENTS = 1000
+"""Segments of one run whose curves are shown, the last ones."""
+MAX_JOINED = 1_000_000
+"""Points of all their curves together; more are thinned."""
 
 
 async def curves_of(store: Store, curves: LiveCurves, model: Model) -> dict[str, Curve]:
     """Every curve of the run that a model is the last segment of."""
     if model.first_run_id is None:
         return await curves.of_run(model.model_id)
-    segments = await store.call(store.models.segments, model)
-    return joined(segments, [await curves.of_run(segment.model_id) for segment in segments])
+    segments = (await store.call(store.models.segments, model))[-MAX_SEGMENTS:]
+    parts: list[dict[str, Curve]] = []
+    every = num_points = 1
+    for segment in segments:
+        own = await curves.of_run(segment.model_id)
+        parts.append({name: _thinned(curve, every) for name, curve in own.items()})
+        num_points += sum(len(curve.steps) for curve in parts[-1].values())
+        while num_points > MAX_JOINED:
+            every, num_points = 2 * every, num_points // 2
+            parts = [{name: _thinned(c, 2) for name, c in part.items()} for part in parts]
+    return await asyncio.to_thread(joined, segments, parts)
+
+
+def _thinned(curve: Curve, every: int) -> Curve:
+    """Every so many points of a curve, the last one among them; never the curve itself."""
+    chosen = slice((len(curve.steps) - 1) % every if curve.steps else 0, None, every)
+    return replace(
+        curve,
+        stride=curve.stride * every,
+        steps=curve.steps[chosen],
+        values=curve.values[chosen],
+        moments=curve.moments[chosen],
+    )
 
 
 async def courses_of(
