@@ -92,8 +92,9 @@ class Walk:
             yield f"{path}: list"
         if "x-becomes" in schema:
             yield from self._becoming(schema["x-becomes"], path)
-        if "items" in schema:
-            yield from self.faults(schema["items"], f"{path}[]", seen)
+        for item in (schema.get("items"), *schema.get("prefixItems", ())):
+            if item:
+                yield from self.faults(item, f"{path}[]", seen)
 
     def _object(self, schema: Any, path: str, seen: frozenset[str]) -> Iterator[str]:
         for name, part in schema.get("properties", {}).items():
@@ -101,6 +102,8 @@ class Walk:
         extra = schema.get("additionalProperties")
         if isinstance(extra, dict):
             yield from self.faults(extra, f"{path}.*", seen)
+        for part in schema.get("patternProperties", {}).values():
+            yield from self.faults(part, f"{path}.*", seen)
         if "maxProperties" in schema or self._free_form:
             return
         if extra:
@@ -236,6 +239,12 @@ def test_the_walk_finds_what_has_no_bound() -> None:
         "x: object",
     ]
     assert faults_of(Any, "x", Cost()) == ["x: anything at all"]
+
+
+def test_the_walk_finds_what_stands_in_tuples_and_choices() -> None:
+    pair = tuple[str, Annotated[int, Between(0, 9, becomes=NOTHING)]]
+    assert faults_of(pair, "x", Cost()) == ["x[]: text"]
+    assert faults_of(pair | list[int] | None, "x", Cost()) == ["x[]: text", "x: list"]
 
 
 def test_the_walk_finds_numbers_whose_unit_has_no_limit() -> None:

@@ -12,7 +12,7 @@ import pytest
 from app_world import AppWorld, open_app
 from heavy_bodies import sparse_request
 from patience import soon
-from wire_client import loss_of, model_body, save_body
+from wire_client import loss_of, model_body, save_body, train_body
 
 from tinkex.server.files.folders import folder_size
 from tinkex.store import sampling
@@ -149,6 +149,22 @@ async def test_results_of_queued_requests_have_room_before_they_are_computed(
         await soon(lambda: stored.of("ann")["results"] >= len(taken) * 12_000)
         assert stored.total("ann") <= most
         await soon(lambda: not stored._reserved)
+        await assert_counted(world)
+
+
+async def test_a_teachers_logprobs_have_room_before_they_are_computed(tmp_path: Path) -> None:
+    """They are kept with the request until the model's state is saved, and told in the result."""
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+        await world.facts()
+        model, tokens, config = await world.model(**ANN), tokens_of(1), {"teacher": "toy"}
+        outputs = 4 * len(tokens)
+        size = len(train_body(model, 1, tokens, config=config)) + 2.5 * outputs
+        room(world, size)
+        assert_final(await world.train(model, 1, tokens, config=config, **ANN))
+        room(world, size + outputs)
+        passed = await world.train(model, 2, tokens, config=config, **ANN)
+        assert passed.status_code == 200, passed.text
+        assert loss_of(await world.result(passed.json(), **ANN)) > 0
         await assert_counted(world)
 
 

@@ -53,6 +53,24 @@ class RandomWork:
     def do_sweep(self, user: str, run: str, size: int) -> None:
         self.store.journal.sweep(time.time() + self.random.choice([0, 25 * 3600, 8 * 86_400]))
 
+    def do_replace(self, user: str, run: str, size: int) -> None:
+        name = f"{run}:{self.random.randrange(self.seq[user] + 2)}"
+        self.store.journal.replace_body(name, b"y" * size).result()
+
+    def do_drop_results(self, user: str, run: str, size: int) -> None:
+        self.store.journal.drop_results(run)
+
+    def do_delete_run(self, user: str, run: str, size: int) -> None:
+        if self.random.random() < 0.8:
+            return
+        found = self.store.models.get(run)
+        assert found is not None
+        self.store.journal.drop_run(run)
+        self.store.models.drop_snapshot(run)
+        self.store.runs.delete(found, self.store.runs.check_deletable(found))
+        self.seq[user] = 0
+        self.store.models.create(model(run, user))
+
     def do_release(self, user: str, run: str, size: int) -> None:
         self.store.journal.release_bodies(run, self.random.randrange(self.seq[user] + 1)).result()
 
@@ -142,7 +160,7 @@ def test_counts_are_equal_to_a_recount_after_random_work(store: Store, seed: int
     counted = {user: store.stored.of(user) for user in USERS}
     recounted = store.recount_bytes()
     assert counted == {user: recounted.get(user, {}) for user in USERS}
-    assert set(recounted["ann"]) >= {"requests", "trajectories"}, "something was counted"
+    assert sum(recounted["ann"].values()), "something was counted"
 
 
 def test_a_write_that_fails_counts_nothing(store: Store) -> None:

@@ -61,6 +61,7 @@ _STORES = frozenset(
         "asample_batch",
         "checkpoints/import",
         "copy_weights",
+        "log_metrics",
         "external_weights_upload_start",
         "external_weights_upload_finish",
     )

@@ -103,7 +103,10 @@ class Forward(Operation[TrainRequest]):
 
     def result_bytes(self, checked: TrainRequest) -> int:
         outputs = sum(_logprob_bytes(datum) for datum in checked.data)
-        return METRICS_BYTES + (outputs if checked.teaching is None else 2 * outputs)
+        if checked.teaching is None:
+            return METRICS_BYTES + outputs
+        # A teacher's logprobs are in the result, and before that in the journal (`_keep_scores`).
+        return METRICS_BYTES + (3 if self.changes_state else 2) * outputs
 
     def pack(self, opened: Opened, checked: TrainRequest) -> bytes:
         # The bytes as they came, not what was made of them: a replay reads them by the same code.
