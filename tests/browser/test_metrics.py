@@ -66,6 +66,8 @@ def test_an_rl_run_leads_with_its_reward_and_metrics_stand_in_sections(page, wor
     assert sections["train"][0] == "loss_per_token"
     assert "train/clip_fraction" in sections["train"]
     assert sections["eval"] == ["eval/pass@1"]
+    of_recipe = page.evaluate("['rewards/short', 'tokens_per_reward'].map(sectionOf)")
+    assert of_recipe == ["reward", "reward"]
 
 
 def test_constant_metrics_are_folded_and_counted(page, world):

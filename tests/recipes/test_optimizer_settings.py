@@ -140,6 +140,8 @@ def test_a_warmup_rises_to_the_peak_and_the_schedule_follows():
     linear = rates("linear", 0.2)  # three of eleven steps
     assert linear[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert linear[-1] == pytest.approx(0.1)
+    rising = [learning_rate_at(step, 100, 1.0, "constant", 0.07) for step in range(100)]
+    assert sum(rate < 1 for rate in rising) == 7  # 0.07 * 100 is more than 7 in floats
     cosine = rates("cosine", 0)
     assert (cosine[0], cosine[5], cosine[10]) == pytest.approx((1.0, 0.55, 0.1))
     slow = [0.1 + 0.45 * (1 + math.cos(math.pi * step / 10)) for step in range(11)]

@@ -130,7 +130,8 @@ def learning_rate_at(
     Args:
         warmup: Steps that it rises for; below 1 the share of all steps.
     """
-    rise = math.ceil(warmup * num_steps) if warmup < 1 else int(warmup)
+    # Rounded first: 0.07 * 100 is a bit more than 7 in floats, and no eighth step is meant.
+    rise = math.ceil(round(warmup * num_steps, 6)) if warmup < 1 else int(warmup)
     if step < rise:
         return peak * (step + 1) / (rise + 1)
     fall = num_steps - 1 - rise

@@ -2,7 +2,7 @@
 "use strict";
 
 // What is declared here is about well-known names; every other name falls into the section of its prefix.
-const REWARD = /^(reward$|reward[/_]|env\/all\/reward)/;
+const REWARD = /^(reward$|rewards?[/_]|tokens_per_reward$|env\/all\/reward)/;
 const SPEED = /(^|\/)(tokens|num_tokens|tokens_per_s|[a-z_]*time_s|time)($|\/)/;
 const FIRST = ["reward", "env/all/reward/total", "held_out_reward", "loss", "loss_per_token", "held_out_loss", "kl", "entropy", "grad_norm", "learning_rate", "tokens_per_s"];
 const SECTIONS = ["pinned", "reward", "train", "eval"]; // these lead, "speed" ends, others stand between by name
