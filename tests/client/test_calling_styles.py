@@ -225,6 +225,10 @@ def test_help_shows_the_value_of_an_awaited_twin() -> None:
     assert shown(service.create_lora_training_client_async) == "TrainingClient"
     assert shown(service.get_server_capabilities_async) == "types.GetServerCapabilitiesResponse"
     assert shown(tinkex.TrainingClient.get_tokenizer_async) == "Tokenizer"
+    clients = (service, tinkex.TrainingClient, tinkex.SamplingClient, tinkex.RestClient)
+    for name, method in (pair for each in clients for pair in vars(each).items()):
+        if name.endswith("_async"):
+            assert shown(method) not in ("Any", inspect.Signature.empty), name
 
 
 def test_a_message_given_a_bare_value_says_which_keyword() -> None:

@@ -108,6 +108,12 @@ def test_the_hosted_path_of_anthropics_api_answers_like_its_own(world, api):
     assert api.post(url, json=counted, headers=VERSION).json()["input_tokens"] > 0
 
 
+def test_the_hosted_path_of_anthropics_api_lists_models_in_its_form(world, api):
+    listed = api.get("/anthropic/api/v1/models", headers=VERSION).json()
+    assert listed == api.get("/v1/models", headers=VERSION).json()
+    assert world.model in [model["id"] for model in listed["data"]]
+
+
 def test_the_hosted_path_refuses_in_anthropics_words_and_before_the_body(world, api):
     body = {"model": "nobody", "max_tokens": 8, "messages": [{"role": "user", "content": "a"}]}
     url = "/anthropic/api/v1/messages"

@@ -30,6 +30,7 @@ from tinkex.wire.endpoints import ENDPOINTS
 
 if TYPE_CHECKING:
     from tinkex.client.rest.admin_client import AdminClient
+    from tinkex.types.account.administration import DeleteRunResponse, StopWorkResponse
 
 
 class RestClient(SessionCalls, BudgetCalls):
@@ -133,7 +134,7 @@ class RestClient(SessionCalls, BudgetCalls):
 
     def stop_run(
         self, training_run_id: str, reason: str = "", *, options: Options = None
-    ) -> APIFuture[Any]:
+    ) -> APIFuture[StopWorkResponse]:
         """End what a run has queued and running; its checkpoints stay. Tinkex servers only."""
         request = ENDPOINTS["stop_run"].request(reason=reason)
         run = segment(training_run_id, "training_run_id")
@@ -141,7 +142,9 @@ class RestClient(SessionCalls, BudgetCalls):
 
     stop_run_async = awaited(stop_run)
 
-    def delete_run(self, training_run_id: str, *, options: Options = None) -> APIFuture[Any]:
+    def delete_run(
+        self, training_run_id: str, *, options: Options = None
+    ) -> APIFuture[DeleteRunResponse]:
         """Delete a run for good: all its checkpoints, curves and state. Tinkex servers only.
 
         A resumed run goes with all its segments. Refused while it trains (`stop_run` ends it), and

@@ -49,5 +49,8 @@ def install(app: FastAPI, service: Service, sandbox: Sandbox) -> CompatDependenc
             app.include_router(module.router, prefix=prefix, include_in_schema=prefix == "/v1")
     app.include_router(anthropic_messages.router)
     app.include_router(anthropic_messages.router, prefix=ANTHROPIC, include_in_schema=False)
+    app.add_api_route(
+        f"{ANTHROPIC}/v1/models", openai_chat.list_models, methods=["GET"], include_in_schema=False
+    )
     app.include_router(records.router)
     return compat
