@@ -9,12 +9,12 @@ import click
 from tinkex.cli.listing import Listing
 from tinkex.cli.output import Table, properties
 from tinkex.cli.state import Noun, State, pass_state
+from tinkex.contract.amounts import amount_of
 from tinkex.types.account.budgets import AtEdge, BudgetScopeName, BudgetUnitName
 
 if TYPE_CHECKING:
     from tinkex.types.account.budgets import BudgetInfo
 
-_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _SCOPES = click.Choice(["user", "key", "run"])
 _UNITS: tuple[BudgetUnitName, ...] = ("tokens", "device_seconds", "money")
 _ADMIN = click.option("--admin", "as_admin", is_flag=True, help="Act as an administrator.")
@@ -104,11 +104,7 @@ def _table(budget: BudgetInfo) -> Table:
 def _limit(text: str) -> tuple[BudgetUnitName, float]:
     name, _, number = text.partition("=")
     unit = next((unit for unit in _UNITS if unit == name), None)
-    scale = _SCALES.get(number[-1:].lower(), 0)
-    try:
-        amount = float(number[:-1] if scale else number) * (scale or 1)
-    except ValueError:
-        amount = -1.0
+    amount = amount_of(number)
     if unit is None or not 0 <= amount <= 1e18:
         raise click.BadParameter(
             f"{text!r} is not UNIT=AMOUNT, such as tokens=5M; units are {', '.join(_UNITS)}."

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+from tinkex.contract.amounts import amount_of
 from tinkex.errors import ConfigError
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.process.problems import ApiError
@@ -77,7 +78,6 @@ _DECLARED = (
 COUNTED = ("sessions", "models", "disk_bytes")
 """Those that are counted from what is stored."""
 QUOTAS: dict[str, Quota] = {quota.name: quota for quota in _DECLARED}
-_SCALES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def check_names(quotas: Mapping[str, Any]) -> None:
@@ -102,11 +102,7 @@ def read_quotas(entries: Iterable[str]) -> dict[str, float]:
     settings: dict[str, float] = {}
     for entry in entries:
         name, _, text = entry.partition("=")
-        scale = _SCALES.get(text[-1:].lower(), 0)
-        try:
-            value = float(text[:-1] if scale else text) * (scale or 1)
-        except ValueError:
-            value = math.nan
+        value = amount_of(text)
         if name not in QUOTAS or not 0 <= value < 2**62:
             raise ConfigError(
                 f"--quota {entry} is not NAME=NUMBER; names are {', '.join(QUOTAS)}, and a number "
