@@ -109,12 +109,12 @@ class Message:
 
     def for_template(self) -> dict[str, Any]:
         """The dict that chat templates of transformers expect."""
-        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        fields: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
             # Qwen reads `reasoning_content`, gpt-oss `thinking`; a template ignores the other.
-            found["reasoning_content"] = found["thinking"] = self.reasoning
+            fields["reasoning_content"] = fields["thinking"] = self.reasoning
         if self.tool_calls:
-            found["tool_calls"] = [
+            fields["tool_calls"] = [
                 {
                     "id": call.call_id,
                     "type": "function",
@@ -123,10 +123,10 @@ class Message:
                 for call in self.tool_calls
             ]
         if self.tool_call_id:
-            found["tool_call_id"] = self.tool_call_id
+            fields["tool_call_id"] = self.tool_call_id
         if self.name:
-            found["name"] = self.name
-        return found
+            fields["name"] = self.name
+        return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

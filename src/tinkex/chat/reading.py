@@ -237,10 +237,10 @@ def read_calls(body: str) -> list[ToolCall]:
     """Calls written as JSON: one object, several, or a list, each with a name and arguments."""
     calls: list[ToolCall] = []
     body = body.strip() if len(body) <= MAX_CALL_TEXT else ""
-    at = 0
-    while at < len(body):
+    offset = 0
+    while offset < len(body):
         try:
-            value, at = _DECODER.raw_decode(body, at)
+            value, offset = _DECODER.raw_decode(body, offset)
         except (ValueError, RecursionError):
             return []
         items = value if isinstance(value, list) else [value]
@@ -248,8 +248,8 @@ def read_calls(body: str) -> list[ToolCall]:
         if None in found or len(items) + len(calls) > MAX_CALLS:
             return []
         calls += [call for call in found if call is not None]
-        between = _BETWEEN.match(body, at)
-        at = between.end() if between else at
+        between = _BETWEEN.match(body, offset)
+        offset = between.end() if between else offset
     return calls
 
 

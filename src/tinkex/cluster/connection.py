@@ -100,14 +100,14 @@ class Cluster:
         """The facts of each node by its id; a text where it gives none. Blocks till they answer."""
         # Without a CPU of its own, it also runs on a node whose CPUs all belong to engines.
         probe = self._ray.remote(num_cpus=0, max_retries=0)(node_facts.look)
-        asked = {n.node_id: probe.options(**self._pinned(n)).remote(models) for n in nodes}
-        found: dict[str, NodeFacts | str] = {}
-        for node_id, ref in asked.items():
+        refs = {n.node_id: probe.options(**self._pinned(n)).remote(models) for n in nodes}
+        facts: dict[str, NodeFacts | str] = {}
+        for node_id, ref in refs.items():
             try:
-                found[node_id] = self._ray.get(ref, timeout=PROBE_S)
+                facts[node_id] = self._ray.get(ref, timeout=PROBE_S)
             except self._ray.exceptions.RayError as exc:
-                found[node_id] = f"it does not answer: {str(exc).strip().splitlines()[-1][:200]}"
-        return found
+                facts[node_id] = f"it does not answer: {str(exc).strip().splitlines()[-1][:200]}"
+        return facts
 
     def _pinned(self, node: Node) -> dict[str, Any]:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -162,7 +162,7 @@ class Cluster:
         """The engines on this cluster, of all servers, for `tinkex cluster status`. Blocks."""
         from ray.util import list_named_actors
 
-        found = []
+        engines = []
         for row in list_named_actors(all_namespaces=True):
             if row["namespace"] != NAMESPACE:
                 continue
@@ -173,8 +173,8 @@ class Cluster:
                 )
             except (self._ray.exceptions.RayError, ValueError):
                 facts = {"node_id": "", "trouble": "does not answer"}
-            found.append({"name": row["name"], **facts})
-        return found
+            engines.append({"name": row["name"], **facts})
+        return engines
 
 
 def _check_address(address: str) -> None:

@@ -125,14 +125,14 @@ class EngineHost:
 
     def events(self) -> tuple[bytes, heartbeat.Activity]:
         """Events since the last call, or of the next second; and what the engine does."""
-        found: list[Event | WrittenOnNode] = []
+        events: list[Event | WrittenOnNode] = []
         try:
-            found.append(self._events.get(timeout=HEARTBEAT_S))
-            while len(found) < MAX_EVENTS:
-                found.append(self._events.get_nowait())
+            events.append(self._events.get(timeout=HEARTBEAT_S))
+            while len(events) < MAX_EVENTS:
+                events.append(self._events.get_nowait())
         except queue.Empty:
             pass
-        return pickle.dumps(found, protocol=5), heartbeat.look(self._memory)
+        return pickle.dumps(events, protocol=5), heartbeat.look(self._memory)
 
     def _emitter(self, job: Job) -> Emit:
         if not isinstance(job, SaveAdapterJob):

@@ -47,9 +47,9 @@ class RemoteEngine:
 
     async def started(self) -> Started:
         """Wait until it is there; one that cannot run with its settings says why."""
-        found: Started = await self._ask("control", "started")
-        self._pid = found.pid
-        return found
+        started: Started = await self._ask("control", "started")
+        self._pid = started.pid
+        return started
 
     def tell(self, message: Job | Cancel | Forget) -> None:
         """Messages arrive in the order of the calls."""

@@ -168,8 +168,8 @@ def _read_one(setting: Setting, value: Any, path: str) -> Any:
 def _pairs(settings: tuple[Setting, ...]) -> tuple[tuple[Setting, dict[str, str]], ...]:
     """The settings among them that have a limit which is another setting."""
     rules = [(setting, setting.rule) for setting in settings]
-    found = [(setting, rule.names) for setting, rule in rules if isinstance(rule, Between)]
-    return tuple((setting, names) for setting, names in found if names)
+    pairs = [(setting, rule.names) for setting, rule in rules if isinstance(rule, Between)]
+    return tuple((setting, names) for setting, names in pairs if names)
 
 
 def _check_pairs(settings: Sequence[Setting], values: Mapping[str, Any], path: str) -> None:
@@ -193,15 +193,15 @@ def _join(path: str, name: str) -> str:
 
 def _settings_of(declaration: Any) -> tuple[Setting, ...]:
     hints = get_type_hints(declaration, include_extras=True)
-    found = []
+    settings = []
     for field in fields(declaration):
         hint = _without_none(hints[field.name])
         kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (object,)
         rules = [extra for extra in extras if not isinstance(extra, str)]
         if rules:
             says = " ".join(extra for extra in extras if isinstance(extra, str))
-            found.append(Setting(field.name, field.default, rules[0], says, kind))
-    return tuple(found)
+            settings.append(Setting(field.name, field.default, rules[0], says, kind))
+    return tuple(settings)
 
 
 def _without_none(hint: Any) -> Any:

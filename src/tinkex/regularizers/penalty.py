@@ -112,13 +112,13 @@ def resolve(
             path=path,
         )
     if isinstance(reference, str):
-        found: Any = [_field(datum, reference, index) for index, datum in enumerate(data or ())]
+        value: Any = [_field(datum, reference, index) for index, datum in enumerate(data or ())]
     elif callable(reference) and not isinstance(reference, torch.Tensor):
         with torch.no_grad():
-            found = reference(data, [tensor.detach() for tensor in tensors])
+            value = reference(data, [tensor.detach() for tensor in tensors])
     else:
-        found = reference
-    others = as_tensors(_as_sequence(found), path)
+        value = reference
+    others = as_tensors(_as_sequence(value), path)
     if len(others) != len(tensors):
         raise InvalidInputError(f"has {len(others)} tensors for {len(tensors)} datums.", path=path)
     return [

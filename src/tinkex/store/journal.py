@@ -96,8 +96,8 @@ class Journal(StoredNoun):
         return self._one(_table.c.body, request_id)
 
     def _one(self, column: Column[bytes], request_id: str) -> bytes | None:
-        found = self._scalars(select(column).where(_table.c.request_id == request_id))
-        return found[0] if found else None
+        values = self._scalars(select(column).where(_table.c.request_id == request_id))
+        return values[0] if values else None
 
     def since(self, model_id: str, after_seq_id: int) -> list[JournalRow]:
         """Everything after a snapshot, in order: what a recovery runs again or still has to run."""

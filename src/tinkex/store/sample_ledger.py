@@ -39,7 +39,7 @@ class SampleLedger:
         self._compact()
 
     def _read(self) -> list[str]:
-        found: dict[str, None] = {}
+        promised: dict[str, None] = {}
         try:
             lines = self._path.read_bytes().split(b"\n")
         except FileNotFoundError:
@@ -48,10 +48,10 @@ class SampleLedger:
         for line in lines[:-1]:  # a torn last line was never acknowledged
             request_id = line[1:].decode(errors="replace")
             if line[:1] == b"+":
-                found[request_id] = None
+                promised[request_id] = None
             else:
-                found.pop(request_id, None)
-        return list(found)
+                promised.pop(request_id, None)
+        return list(promised)
 
     def promised(self, request_id: str) -> None:
         """Note a promise before it is given.

@@ -114,8 +114,8 @@ class Sessions(StoredNoun):
 
     def search(self, query: SessionQuery, limit: int) -> list[Session]:
         """Newest first. Conditions on metadata and finish reasons are the caller's to filter."""
-        found = select(_table).where(*_conditions(query)).order_by(*_NEWEST).limit(limit)
-        return self._all(Session, found)
+        newest = select(_table).where(*_conditions(query)).order_by(*_NEWEST).limit(limit)
+        return self._all(Session, newest)
 
     def by_id(self, session_ids: Collection[str]) -> dict[str, Session]:
         query = select(_table).where(_table.c.session_id.in_(session_ids))

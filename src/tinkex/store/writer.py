@@ -158,8 +158,8 @@ class GroupWriter:
         return self._take_kept() or self._gathered()
 
     def _gathered(self) -> list[_Write]:
-        found = (source() for source in self._deferred)
-        return [_Write(run=write, is_deferred=True) for write in found if write is not None]
+        runs = (source() for source in self._deferred)
+        return [_Write(run=write, is_deferred=True) for write in runs if write is not None]
 
     def _take_kept(self) -> list[_Write]:
         taken = []

@@ -201,13 +201,13 @@ def decode_pass(content: bytes) -> ForwardBackwardOutput:
     outputs: list[LossFnOutput] = []
     names: set[str] | None = None
     for index, record in enumerate(message.loss_fn_outputs):
-        found = set(record.fields)
-        if names is not None and found != names:
+        fields = set(record.fields)
+        if names is not None and fields != names:
             raise WireError(
-                f"fields {sorted(found)} differ from the first record's {sorted(names)}",
+                f"fields {sorted(fields)} differ from the first record's {sorted(names)}",
                 path=f"loss_fn_outputs[{index}]",
             )
-        names = found
+        names = fields
         with at(f"loss_fn_outputs[{index}]"):
             outputs += _read_record(record)
     return ForwardBackwardOutput(kind, outputs, dict(message.metrics))

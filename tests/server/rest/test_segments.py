@@ -97,6 +97,9 @@ def test_its_last_checkpoint_is_that_of_its_last_segment(resumed) -> None:  # ty
     last = f"tinker://{ids[-1]}/weights/step-6"
     assert run.last_checkpoint is not None
     assert run.last_checkpoint.tinker_path == last
+    of_name = rest.list_checkpoints("orders").result().checkpoints
+    assert of_name == rest.list_checkpoints(ids[-1]).result().checkpoints
+    assert last in [checkpoint.tinker_path for checkpoint in of_name]
     page = httpx.get(f"{base_url}/console/api/runs/{ids[-1]}").json()
     saved = [checkpoint["name"] for checkpoint in page["checkpoints"]]
     assert saved == ["step-6", "begin", "step-4", "begin", "step-3", "begin"]

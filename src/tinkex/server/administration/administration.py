@@ -106,24 +106,24 @@ class Administration:
 
     def _under_way(self) -> dict[str, tuple[int, int]]:
         """How many requests of each user wait, and how many a worker holds."""
-        found = self._service.samples.under_way()
+        counts = self._service.samples.under_way()
         for lane in self._service.lanes:
-            waiting, running = found.get(lane.model.user_id, (0, 0))
+            waiting, running = counts.get(lane.model.user_id, (0, 0))
             waiting += lane.num_waiting - lane.num_running
-            found[lane.model.user_id] = waiting, running + lane.num_running
-        return found
+            counts[lane.model.user_id] = waiting, running + lane.num_running
+        return counts
 
     async def known_user(self, user_id: str) -> User:
         """
         Raises:
             ApiError: 404.
         """
-        found = await self._store.call(self._store.accounts.get_user, user_id)
-        if found is None:
+        user = await self._store.call(self._store.accounts.get_user, user_id)
+        if user is None:
             raise ApiError(
                 404, f"There is no user {user_id[:200]!r}. List them with `tinkex admin users`."
             )
-        return found
+        return user
 
     async def sessions(
         self, limit: int, *, user_id: str | None = None, active_only: bool = True
@@ -305,8 +305,8 @@ class Administration:
 
     async def _used(self, by: UsedBy, hours: int, limit: int) -> list[AdminUsage]:
         start = time.time() - hours * 3600
-        found = await self._store.call(self._store.usage.used, by, start, limit)
-        numbers = [one.key_id for one in found if one.key_id]
+        usage = await self._store.call(self._store.usage.used, by, start, limit)
+        numbers = [one.key_id for one in usage if one.key_id]
         keys = await self._store.call(self._store.accounts.keys_numbered, numbers)
         names = {key.key_id: key.name for key in keys}
         return [
@@ -317,7 +317,7 @@ class Administration:
                 run_id=one.model_id or None,
                 counts=one.counts,
             )
-            for one in found
+            for one in usage
         ]
 
     async def tokens(self) -> tuple[float, dict[str, float]]:
@@ -355,7 +355,7 @@ class Administration:
             )
         key = new_key()
         await self._store.call(self._store.accounts.ensure_user, user_id)
-        made = await self._store.call(
+        row = await self._store.call(
             self._store.accounts.add_key,
             key,
             user_id,
@@ -363,20 +363,20 @@ class Administration:
             role=role,
             requests_per_minute=requests_per_minute,
         )
-        details = {"key_id": made.key_id, "name": made.name, "role": role}
+        details = {"key_id": row.key_id, "name": row.name, "role": role}
         details |= {"requests_per_minute": requests_per_minute} if requests_per_minute else {}
         self._record(admin, user_id, "key_added", details)
-        return key, made
+        return key, row
 
     async def revoke_key(self, admin: User, key_id: int) -> None:
         """
         Raises:
             ApiError: 404, or 403 for a key of the server's configuration.
         """
-        found = await self._store.call(self._store.accounts.get_key, key_id)
-        if found is None or found.revoked_at is not None:
+        key = await self._store.call(self._store.accounts.get_key, key_id)
+        if key is None or key.revoked_at is not None:
             raise ApiError(404, f"No valid key has the number {key_id}.")
-        if is_configured(found):
+        if is_configured(key):
             raise ApiError(
                 403,
                 f"Key {key_id} stands in the server's configuration and would be back after a "
@@ -384,8 +384,8 @@ class Administration:
             )
         await self._store.call(self._store.accounts.revoke_key, key_id)
         self._auth.forget()
-        details = {"key_id": key_id, "name": found.name}
-        self._record(admin, found.user_id, "key_revoked", details)
+        details = {"key_id": key_id, "name": key.name}
+        self._record(admin, key.user_id, "key_revoked", details)
 
     # ------------------------------------------------------------------------ the audit log
 
@@ -403,5 +403,5 @@ def _moment(at: float) -> datetime:
 
 def _ended(admin: User, what: str, reason: str) -> Outcome:
     """The outcome for a client whose work was ended: it must not try the same again."""
-    told = f"{what} was ended by an administrator ({admin.user_id})"
-    return Outcome(error=f"{told}: {reason}." if reason else f"{told}.", category="user")
+    error = f"{what} was ended by an administrator ({admin.user_id})"
+    return Outcome(error=f"{error}: {reason}." if reason else f"{error}.", category="user")

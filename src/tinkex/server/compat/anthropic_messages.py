@@ -251,8 +251,8 @@ class MessagesAnswer(BlockAnswer):
             return {"stop_reason": "end_turn", "stop_sequence": None}
         text = chat_format.tokenizer.decode(tokens)
         stops = self.dialogue.asked.stops
-        found = [(index, stop) for stop in stops if (index := text.find(stop)) >= 0]
-        stop = min(found)[1] if found else None
+        ends = [(index, stop) for stop in stops if (index := text.find(stop)) >= 0]
+        stop = min(ends)[1] if ends else None
         return {"stop_reason": "stop_sequence" if stop else "end_turn", "stop_sequence": stop}
 
     def _usage(self, response: SampleResponse) -> dict[str, Any]:
@@ -281,8 +281,8 @@ class MessagesAnswer(BlockAnswer):
 
     def grown(self, piece: Piece) -> bytes:
         kind, field = _DELTAS[piece.kind]
-        said = piece.text if piece.call is None else piece.call.arguments
-        return self._of_block("delta", delta={"type": kind, field: said})
+        text = piece.text if piece.call is None else piece.call.arguments
+        return self._of_block("delta", delta={"type": kind, field: text})
 
     def ended(self) -> bytes:
         return self._of_block("stop")

@@ -97,9 +97,9 @@ class Asked:
             fields.at_most(len(message.tool_calls), fields.MAX_CALLS, "calls in a message", path)
             calls += message.tool_calls
         fields.at_most(len(calls), fields.MAX_ALL_CALLS, "calls of tools in all", "messages")
-        given = [call.arguments.encode("utf-8", "surrogatepass") for call in calls]
-        if exceeded := _together(map(quick_json_cost, given)):
-            exceeded = _together(map(json_cost, given))
+        texts = [call.arguments.encode("utf-8", "surrogatepass") for call in calls]
+        if exceeded := _together(map(quick_json_cost, texts)):
+            exceeded = _together(map(json_cost, texts))
         if exceeded:
             raise InvalidInputError(
                 f"the arguments of the calls have {exceeded}; leave out earlier calls, or send "

@@ -178,8 +178,8 @@ class SamplingFields(ForeignBody):
     def params(self, max_tokens: int | None) -> dict[str, Any]:
         """As `/asample` takes them."""
         names = [name for name in SamplingFields.model_fields if name not in ("model", "stream")]
-        given = {"max_tokens": max_tokens, **{name: getattr(self, name) for name in names}}
-        return {name: value for name, value in given.items() if value is not None}
+        params = {"max_tokens": max_tokens, **{name: getattr(self, name) for name in names}}
+        return {name: value for name, value in params.items() if value is not None}
 
 
 B = TypeVar("B", bound=ForeignBody)
@@ -213,10 +213,10 @@ def _judged(raw: bytes, kind: type[B], then: Callable[[B], T]) -> T:
     kind.check_known(body)
     kind.check_counts(body)
     try:
-        made = kind.model_validate(body)
+        request = kind.model_validate(body)
     except ValidationError as exc:
         raise _first_of(exc) from exc
-    return then(made)
+    return then(request)
 
 
 def _first_of(refused: ValidationError) -> InvalidInputError:
@@ -255,13 +255,13 @@ def extras_of(parts: Iterable[BaseModel], path: str) -> set[str]:
 def unknown_keys(parts: Iterable[Mapping[str, Any]], path: str, known: str = "") -> set[str]:
     """Keys of plain objects that say something and are not among the `known`, as `path.NAME`."""
     names = frozenset(known.split())
-    found = {
+    unknown = {
         f"{path}.{name}"
         for part in parts
         for name, value in part.items()
         if value is not None and name not in names and _PLAIN.fullmatch(name)
     }
-    return set(sorted(found)[:MAX_NAMED])
+    return set(sorted(unknown)[:MAX_NAMED])
 
 
 def header_of(ignored: Iterable[str]) -> dict[str, str]:

@@ -115,7 +115,7 @@ def _tool(given: dict[str, Any], path: str) -> Tool:
 def _messages(given: str | list[dict[str, Any]]) -> list[Message]:
     if isinstance(given, str):
         return [Message(role="user", content=given)]
-    found: list[Message] = []
+    messages: list[Message] = []
     thoughts = ""  # of the answer that follows
     for index, item in enumerate(given):
         kind, path = item.get("type", "message"), f"input[{index}]"
@@ -123,24 +123,24 @@ def _messages(given: str | list[dict[str, Any]]) -> list[Message]:
             role = str(item.get("role", "user"))[:40]
             content = _words(item.get("content"), f"{path}.content")
             thought = thoughts if role == "assistant" else ""
-            found.append(Message(role=role, content=content, reasoning=thought))
+            messages.append(Message(role=role, content=content, reasoning=thought))
         elif kind == "function_call":
             call = ToolCall(
                 name=function_name(item.get("name"), f"{path}.name"),
                 arguments=str(item.get("arguments", "")),
                 call_id=str(item.get("call_id", ""))[:256],
             )
-            _add_call(found, call, thoughts, path)
+            _add_call(messages, call, thoughts, path)
         elif kind == "function_call_output":
             content = _words(item.get("output"), f"{path}.output")
             call_id = str(item.get("call_id", ""))[:256]
-            found.append(Message(role="tool", content=content, tool_call_id=call_id))
+            messages.append(Message(role="tool", content=content, tool_call_id=call_id))
         elif kind != "reasoning":
             raise NotSupportedError(
                 f"an item of type {str(kind)[:40]!r} is not taken.", path=f"{path}.type"
             )
         thoughts = _thoughts(item, path) if kind == "reasoning" else ""
-    return found
+    return messages
 
 
 def _thoughts(item: dict[str, Any], path: str) -> str:

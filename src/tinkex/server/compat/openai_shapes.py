@@ -33,7 +33,7 @@ def usage(
 def chat_logprobs(chat_format: ChatFormat, sequence: SampledSequence) -> dict[str, Any]:
     """`logprobs` of a chat choice."""
     rows = enumerate(zip(sequence.tokens, sequence.logprobs or [], strict=True))
-    told = (  # encoded one by one: as objects they are many times as large
+    entries = (  # encoded one by one: as objects they are many times as large
         orjson.dumps(
             {
                 **_scored(chat_format, int(token), logprob),
@@ -42,7 +42,7 @@ def chat_logprobs(chat_format: ChatFormat, sequence: SampledSequence) -> dict[st
         )
         for at, (token, logprob) in rows
     )
-    return {"content": orjson.Fragment(b"[" + b",".join(told) + b"]"), "refusal": None}
+    return {"content": orjson.Fragment(b"[" + b",".join(entries) + b"]"), "refusal": None}
 
 
 def _scored(chat_format: ChatFormat, token: int, logprob: float) -> dict[str, Any]:

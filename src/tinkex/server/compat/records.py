@@ -32,10 +32,10 @@ router = APIRouter(prefix="/api/v1", tags=["records"])
 @serve(router, "get_trajectory")
 async def get_trajectory(trajectories: Trajectories, user: User, trajectory_id: Text) -> Response:
     """Every answer of a recorded conversation: tokens, logprobs, and which answer it follows."""
-    found = await trajectories.answers(user, trajectory_id)
-    if not found:
+    answers = await trajectories.answers(user, trajectory_id)
+    if not answers:
         raise ApiError(404, f"No trajectory {trajectory_id[:200]!r} of yours.")
-    return Answer(await asyncio.to_thread(_told, trajectory_id, found))
+    return Answer(await asyncio.to_thread(_told, trajectory_id, answers))
 
 
 @serve(router, "delete_trajectory")
@@ -71,8 +71,8 @@ def _view(one: TrajectoryAnswer) -> dict[str, Any]:
 
 @serve(router, "list_checkpoint_names")
 async def list_names(store: Store, user: User) -> types.CheckpointNamesResponse:
-    found = await store.call(store.names.of_user, user.user_id)
-    names = [types.CheckpointName(name=one.name, path=one.path) for one in found]
+    rows = await store.call(store.names.of_user, user.user_id)
+    names = [types.CheckpointName(name=one.name, path=one.path) for one in rows]
     return types.CheckpointNamesResponse(names=names)
 
 
@@ -86,10 +86,10 @@ async def give_name(
         raise InvalidInputError(
             f"{asked.name!r} is a base model here; choose another name", path="name"
         )
-    found = await service.shelf.readable(asked.path, user)
-    await service.store.call(service.store.names.put, user.user_id, asked.name, found.path)
+    checkpoint = await service.shelf.readable(asked.path, user)
+    await service.store.call(service.store.names.put, user.user_id, asked.name, checkpoint.path)
     names.forget(user, asked.name)
-    return types.CheckpointName(name=asked.name, path=found.path)
+    return types.CheckpointName(name=asked.name, path=checkpoint.path)
 
 
 @serve(router, "remove_checkpoint_name")

@@ -38,9 +38,9 @@ def in_their_words(path: str, ours: Response) -> Response:
     """An error answer as the API at `path` would give it; our own paths keep ours."""
     if not is_foreign(path):
         return ours
-    said = anthropic_error if path.startswith((_MESSAGES, ANTHROPIC)) else openai_error
+    error_of = anthropic_error if path.startswith((_MESSAGES, ANTHROPIC)) else openai_error
     return Response(
-        orjson.dumps(said(ours)),
+        orjson.dumps(error_of(ours)),
         status_code=ours.status_code,
         media_type="application/json",
         headers={name: ours.headers[name] for name in _KEPT_HEADERS if name in ours.headers},
@@ -48,21 +48,21 @@ def in_their_words(path: str, ours: Response) -> Response:
 
 
 def openai_error(ours: Response) -> dict[str, Any]:
-    told = orjson.loads(ours.body)
+    body = orjson.loads(ours.body)
     default = "server_error" if ours.status_code >= 500 else "invalid_request_error"
     return {
         "error": {
-            "message": told["detail"],
+            "message": body["detail"],
             "type": _OPENAI.get(ours.status_code, default),
-            "param": told.get("path"),
-            "code": told["code"],
+            "param": body.get("path"),
+            "code": body["code"],
         }
     }
 
 
 def anthropic_error(ours: Response) -> dict[str, Any]:
-    told = orjson.loads(ours.body)
-    path, text = told.get("path"), told["detail"]
+    body = orjson.loads(ours.body)
+    path, text = body.get("path"), body["detail"]
     default = "api_error" if ours.status_code >= 500 else "invalid_request_error"
     return {
         "type": "error",

@@ -169,13 +169,13 @@ class RunningSample:
 
 def _merged(events: Sequence[Event | None]) -> list[NewTokens]:
     """The tokens of each answer, in one piece: whoever lags behind catches up."""
-    found: dict[int, NewTokens] = {}
+    merged: dict[int, NewTokens] = {}
     for event in events:
         if isinstance(event, Tokens):
-            new = found.setdefault(event.sample_index, NewTokens(event.sample_index, [], []))
+            new = merged.setdefault(event.sample_index, NewTokens(event.sample_index, [], []))
             new.tokens.extend(event.tokens.tolist())
             new.logprobs.extend(event.logprobs.tolist())
-    return list(found.values())
+    return list(merged.values())
 
 
 def _read(outcome: Outcome) -> SampleResponse:

@@ -130,8 +130,8 @@ def trajectory_of(given: str | None, request: Request) -> str | None:
     Raises:
         InvalidInputError: It is not an id.
     """
-    found = given if given is not None else request.headers.get(HEADER)
-    return None if found is None else check_id(found)
+    trajectory_id = given if given is not None else request.headers.get(HEADER)
+    return None if trajectory_id is None else check_id(trajectory_id)
 
 
 def check_id(trajectory_id: str) -> str:
@@ -147,10 +147,10 @@ def tokens_of(answer: TrajectoryAnswer, known: Sequence[TrajectoryAnswer]) -> li
     """Everything up to and including an answer, from the first prompt on."""
     by_id = {one.answer_id: one for one in known}
     parts: list[bytes] = []
-    at: TrajectoryAnswer | None = answer
-    while at is not None:
-        parts += [at.tokens, at.prompt_tokens]
-        at = by_id[at.parent_id] if at.parent_id is not None else None
+    turn: TrajectoryAnswer | None = answer
+    while turn is not None:
+        parts += [turn.tokens, turn.prompt_tokens]
+        turn = by_id[turn.parent_id] if turn.parent_id is not None else None
     return [int(token) for token in np.frombuffer(b"".join(reversed(parts)), "<i4")]
 
 
@@ -206,14 +206,14 @@ def _digests(asked: Asked, *answers: Message) -> list[bytes]:
     Thoughts are left out, since most clients do not send them back, and so are the ids of calls,
     which some invent anew. Tools stand in the prompt, so other tools are another conversation.
     """
-    made: list[bytes] = []
+    digests: list[bytes] = []
     before = orjson.dumps([t.for_template() for t in asked.tools], option=orjson.OPT_SORT_KEYS)
     for message in (*asked.messages, *answers):
         calls = [(call.name, call.parsed()) for call in message.tool_calls]
-        said: list[Any] = [message.role, message.content, calls]
-        before = hashlib.blake2b(before + _spelled(said), digest_size=16).digest()
-        made.append(before)
-    return made
+        turn: list[Any] = [message.role, message.content, calls]
+        before = hashlib.blake2b(before + _spelled(turn), digest_size=16).digest()
+        digests.append(before)
+    return digests
 
 
 def _spelled(said: list[Any]) -> bytes:

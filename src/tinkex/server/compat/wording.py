@@ -101,12 +101,12 @@ class AnswerText:
 
 def num_thoughts(answer_text: AnswerText, tokens: Sequence[int]) -> int:
     """How many of an answer's tokens are thoughts, the tags around them included."""
-    found = 0
+    count = 0
     for token in tokens:
         before = answer_text.is_thinking
         answer_text.feed([token])
-        found += before or answer_text.is_thinking
-    return found
+        count += before or answer_text.is_thinking
+    return count
 
 
 class _Stop:

@@ -64,11 +64,11 @@ def adopt(store: Store, data_dir: Path, source: Path, *, run: str = "", owner: s
         raise ConfigError(f"The checkpoints of {source} are in {url}, not in the folder.")
     adopted = Adopted()
     with _read_only(source, data_dir) as other:
-        found = list(_chosen(other, run))
-        if run and not found:
+        runs = list(_chosen(other, run))
+        if run and not runs:
             raise ConfigError(f"{source} has no run {run!r}. Leave --run out to adopt all runs.")
-        _check_owners(store, {owner or whole.user_id for whole in found})
-        for whole in found:
+        _check_owners(store, {owner or whole.user_id for whole in runs})
+        for whole in runs:
             _adopt_run(store, DataFolder(data_dir), DataFolder(source), whole, owner, adopted)
     return adopted
 

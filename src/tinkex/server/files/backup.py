@@ -71,15 +71,15 @@ def backup(data_dir: Path, target: Path) -> Found:
     with scratch_folder(target.parent, scratch_files(database)) as scratch:
         copy = scratch / database.name
         copy_database(database, copy)
-        found = _write(scratch / _PART, data_dir, copy)
+        contents = _write(scratch / _PART, data_dir, copy)
         _publish(scratch / _PART, target)
-    return found
+    return contents
 
 
 def _write(part: Path, data_dir: Path, copy: Path) -> Found:
     """Write the tar, what the copied database lists first and the secrets last."""
     names = _listed(copy)
-    found = Found(num_listed=len(names))
+    contents = Found(num_listed=len(names))
     # Links as files: `restore` takes no others, and hard links are what deduplication leaves.
     with (
         _new_file(part) as file,
@@ -91,9 +91,9 @@ def _write(part: Path, data_dir: Path, copy: Path) -> Found:
             if (data_dir / name).exists():
                 archive.add(data_dir / name, name)
             elif name in names:
-                found.missing.append(name)
-        _set_stored_apart(found, data_dir)
-    return found
+                contents.missing.append(name)
+        _set_stored_apart(contents, data_dir)
+    return contents
 
 
 def _publish(part: Path, target: Path) -> None:
@@ -138,8 +138,8 @@ def restore(source: Path, data_dir: Path, *, deep: bool = True) -> Found:
     aside = Path(tempfile.mkdtemp(dir=data_dir.parent, prefix=f".{data_dir.name}-"))
     try:
         with source.open("rb") as stream:
-            found = _marked(tar.members(stream, _LIMITS), source)
-            tar.extract(found, aside, _LIMITS, keep_modes=True)
+            members = _marked(tar.members(stream, _LIMITS), source)
+            tar.extract(members, aside, _LIMITS, keep_modes=True)
         (aside / _MARK).unlink()
         if data_dir.exists():
             # Unlike `rmtree`, this fails if somebody wrote into the folder since it was seen empty.

@@ -320,11 +320,11 @@ class Shelf:
         what no row knows in an object store: it stays where it is.
         """
         # In this order, a folder that is finished meanwhile is either still busy or already listed.
-        found = await asyncio.to_thread(self._found)
+        folders = await asyncio.to_thread(self._found)
         busy = {Path(folder).name for folder in self._in_progress}
         known = await self._store.call(self._store.folders.known)
         noted = set(await self._store.call(self._store.folders.deleted))
-        strays = [f for f in found if self.folders.name(f) not in known | noted]
+        strays = [f for f in folders if self.folders.name(f) not in known | noted]
         # A save under way writes there, or aside under a name made of its own.
         strays = [f for f in strays if not any(name in f.name for name in busy)]
         for folder in strays:
@@ -338,8 +338,8 @@ class Shelf:
         return len(strays)
 
     def _found(self) -> list[Path]:
-        found = [*self.root.glob("*/*/*"), *self.ephemeral_root.glob("*")]
-        return [folder for folder in found if folder.is_dir()]
+        folders = [*self.root.glob("*/*/*"), *self.ephemeral_root.glob("*")]
+        return [folder for folder in folders if folder.is_dir()]
 
     def _warn_of_missing(self, known: set[str]) -> None:
         missing = sorted(name for name in known if not (self.folders.root / name).is_dir())

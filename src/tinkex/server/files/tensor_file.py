@@ -72,12 +72,12 @@ def check_adapter(file: Path, config: dict[str, Any]) -> None:
     Raises:
         InvalidInputError: Says which do not agree.
     """
-    found = read_header(file)
-    if not found.is_whole:
+    header = read_header(file)
+    if not header.is_whole:
         raise InvalidInputError(f"{file.name} is cut off: its header speaks of more bytes.")
     patterns = config.get("rank_pattern")
     ranks = {config["r"], *(patterns.values() if isinstance(patterns, dict) else ())}
-    for name, shape in found.shapes.items():
+    for name, shape in header.shapes.items():
         if 0 in shape:
             raise InvalidInputError(f"{name[:200]!r} in {file.name} is empty: shape {list(shape)}.")
         # Experts that are stacked have a multiple of their rank.

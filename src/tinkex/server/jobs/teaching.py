@@ -120,7 +120,7 @@ def score_job(
     """The job that scores a datum: nothing is drawn, and its last target ends the prompt."""
     targets = datum.inputs["target_tokens"]
     is_plain = is_sequence(datum)
-    asked = targets if isinstance(targets, CsrArray) or targets.ndim == 2 else targets[:, None]
+    wanted = targets if isinstance(targets, CsrArray) or targets.ndim == 2 else targets[:, None]
     last = np.asarray(targets)[-1:] if is_plain else datum.tokens[-1:]
     skipped = first_scored(datum, loss_fn)
     return SampleJob(
@@ -134,7 +134,7 @@ def score_job(
         # As a sampling client asks for it, so that the bits are those that it gets.
         prompt_logprobs=is_plain,
         prompt_logprobs_last_n=len(datum.tokens) - skipped if is_plain and skipped else None,
-        target_prompt_logprobs=None if is_plain else asked,
+        target_prompt_logprobs=None if is_plain else wanted,
         tenant=user,
     )
 

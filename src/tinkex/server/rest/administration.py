@@ -99,8 +99,8 @@ async def list_sessions(
     active_only: bool = True,
 ) -> AdminSessionsResponse:
     """Of everybody, newest first; those that are over too with `active_only=false`."""
-    found = await administration.sessions(limit, user_id=user_id, active_only=active_only)
-    views = [AdminSession.model_validate(x, from_attributes=True) for x in found]
+    sessions = await administration.sessions(limit, user_id=user_id, active_only=active_only)
+    views = [AdminSession.model_validate(x, from_attributes=True) for x in sessions]
     return AdminSessionsResponse(sessions=views)
 
 

@@ -52,9 +52,9 @@ async def list_all(
 @serve(router, "list_checkpoints")
 async def list_of_run(store: Store, user: User, run_id: Text) -> types.CheckpointsListResponse:
     model = await visible_run(store, run_id, user, with_public=True)
-    found = await store.call(store.checkpoints.of_run, run_id)
+    checkpoints = await store.call(store.checkpoints.of_run, model.model_id)
     mine = model.user_id == user.user_id
-    views = [checkpoint_view(c) for c in found if mine or c.public]
+    views = [checkpoint_view(c) for c in checkpoints if mine or c.public]
     return types.CheckpointsListResponse(checkpoints=views)
 
 
@@ -84,10 +84,10 @@ async def set_ttl(
 async def archive(request: Request, user: CurrentUser, path: Where) -> Response:
     """A link to the checkpoint as one tar: a 302 for clients that ask for the archive itself."""
     shelf = dependencies_of(request).shelf
-    found = await shelf.readable(str(path), user)
-    named = {"archive": found.path, "version": found.folder}
-    url, expires = await link(request, named, f"{path.name}.tar")
-    shelf.log(user.user_id, "checkpoint_downloaded", found.path)
+    checkpoint = await shelf.readable(str(path), user)
+    resource = {"archive": checkpoint.path, "version": checkpoint.folder}
+    url, expires = await link(request, resource, f"{path.name}.tar")
+    shelf.log(user.user_id, "checkpoint_downloaded", checkpoint.path)
     # Old clients send their usual Accept as well as this one; they know the 302 alone.
     accepted = ", ".join(request.headers.getlist("accept"))
     if "application/json" in accepted and "application/gzip" not in accepted:
@@ -99,14 +99,14 @@ async def archive(request: Request, user: CurrentUser, path: Where) -> Response:
 async def file_urls(request: Request, user: CurrentUser, path: Where) -> Response:
     """A signed link for each file. Works for every kind, not only for external weights."""
     shelf = dependencies_of(request).shelf
-    found = await shelf.readable(str(path), user)
-    files = await asyncio.to_thread(_relative_files, await shelf.at_hand(found.folder))
+    checkpoint = await shelf.readable(str(path), user)
+    files = await asyncio.to_thread(_relative_files, await shelf.at_hand(checkpoint.folder))
     urls: dict[str, str] = {}
     expires = 0.0
     for file in files:
-        named = {"file": found.path, "version": found.folder, "name": file}
-        urls[file], expires = await link(request, named, file)
-    shelf.log(user.user_id, "checkpoint_downloaded", found.path)
+        resource = {"file": checkpoint.path, "version": checkpoint.folder, "name": file}
+        urls[file], expires = await link(request, resource, file)
+    shelf.log(user.user_id, "checkpoint_downloaded", checkpoint.path)
     return answer(types.ExternalWeightsUrlsResponse(urls=urls, expires=moment(expires)))
 
 

@@ -65,14 +65,14 @@ async def download(request: Request, token: Text, file_name: Text) -> Response:
 async def _checkpoint(store: Store, resource: dict[str, Any]) -> Checkpoint:
     """The version that the link names, if who asked for it may still read it."""
     path = resource.get("archive") or resource["file"]
-    found = await store.call(store.checkpoints.get, path)
-    if found is None:
+    checkpoint = await store.call(store.checkpoints.get, path)
+    if checkpoint is None:
         raise ApiError(404, f"{path} was deleted or has expired.")
-    if not (found.public or found.user_id == resource.get("user")):
+    if not (checkpoint.public or checkpoint.user_id == resource.get("user")):
         raise ApiError(404, f"{path} is no longer shared.")
-    if found.folder != resource.get("version"):
+    if checkpoint.folder != resource.get("version"):
         raise ApiError(404, f"{path} was replaced since this link was made. Ask for a new link.")
-    return found
+    return checkpoint
 
 
 def _file(folder: Path, name: str) -> Response:
@@ -101,10 +101,10 @@ def archive(request: Request, folder: Path, file_name: str) -> Response:
 
 def _span(header: str | None, size: int) -> tuple[int, int] | None:
     """The one byte range asked for, as [start, end); None for the whole. 416 when out of reach."""
-    found = _RANGE.fullmatch(header.strip()) if header else None
-    if found is None or found.groups() == ("", ""):
+    match = _RANGE.fullmatch(header.strip()) if header else None
+    if match is None or match.groups() == ("", ""):
         return None
-    first, last = found.groups()
+    first, last = match.groups()
     start = int(first) if first else max(size - int(last), 0)
     end = min(int(last) + 1, size) if first and last else size
     if start >= size or end <= start:

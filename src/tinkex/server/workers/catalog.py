@@ -45,9 +45,9 @@ class Catalog:
     @property
     def names(self) -> list[str]:
         """Every name a client may ask for; of a private server, those that were asked for."""
-        asked = [name for name, task in self._asking.items() if _succeeded(task)]
-        asked = asked if self._is_private else []
-        return list(dict.fromkeys([*self._names, *self._aliases, *asked]))
+        loaded = [name for name, task in self._asking.items() if _succeeded(task)]
+        loaded = loaded if self._is_private else []
+        return list(dict.fromkeys([*self._names, *self._aliases, *loaded]))
 
     def resolve(self, name: str, *, path: str = "base_model") -> str:
         """The engine's name of a base model.

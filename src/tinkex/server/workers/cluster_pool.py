@@ -69,16 +69,16 @@ class Survey:
         self._good &= alive
         self.left_out = {k: v for k, v in self.left_out.items() if k in alive}
         limit = time.monotonic() - LOOK_AGAIN_S
-        asked = [n for n in nodes if n.node_id not in self._good]
-        asked = [n for n in asked if self._looked_at.get(n.node_id, limit) <= limit]
-        for node_id, facts in self._cluster.facts(asked, self._plan.spec.models).items():
+        unknown = [n for n in nodes if n.node_id not in self._good]
+        unknown = [n for n in unknown if self._looked_at.get(n.node_id, limit) <= limit]
+        for node_id, facts in self._cluster.facts(unknown, self._plan.spec.models).items():
             reason = facts if isinstance(facts, str) else node_facts.objection(facts, self._ours)
             self._looked_at[node_id] = time.monotonic()
             if not reason:
                 self._good.add(node_id)
                 self.left_out.pop(node_id, None)
             else:
-                self.leave_out(next(n for n in asked if n.node_id == node_id), reason)
+                self.leave_out(next(n for n in unknown if n.node_id == node_id), reason)
         return [node for node in nodes if node.node_id in self._good]
 
     def leave_out(self, node: Node, reason: str) -> None:

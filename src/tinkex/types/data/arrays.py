@@ -98,8 +98,8 @@ def check_flat(values: list[Any], array: NDArray[Any], *, path: str) -> None:
     odd = {bool, list}.intersection(map(type, values))
     if odd:
         index = next(i for i, value in enumerate(values) if type(value) in odd)
-        found = short(values[index])
-        raise InvalidInputError(f"expected a number, got {found}", path=f"{path}[{index}]")
+        shown = short(values[index])
+        raise InvalidInputError(f"expected a number, got {shown}", path=f"{path}[{index}]")
 
 
 def _bad_element(values: Iterable[Any], dtype: str, path: str) -> InvalidInputError:

@@ -86,12 +86,12 @@ class Request(BaseModel, metaclass=_InOurWords):
 
 
 def _filled(kind: type[RequestT], values: dict[str, object], given: set[str]) -> RequestT:
-    made = kind.__new__(kind)
-    set_field(made, "__dict__", values)
-    set_field(made, "__pydantic_fields_set__", given)
-    set_field(made, "__pydantic_extra__", None)
-    set_field(made, "__pydantic_private__", None)
-    return made
+    message = kind.__new__(kind)
+    set_field(message, "__dict__", values)
+    set_field(message, "__pydantic_fields_set__", given)
+    set_field(message, "__pydantic_extra__", None)
+    set_field(message, "__pydantic_private__", None)
+    return message
 
 
 @cache

@@ -73,15 +73,16 @@ class Trajectory(Response):
         Args:
             reward: The advantage: one for all, one per branch, or a function of a branch.
         """
-        found = self.sequences
+        sequences = self.sequences
         if callable(reward):
-            rewards = [float(reward(sequence)) for sequence in found]
+            rewards = [float(reward(sequence)) for sequence in sequences]
         elif isinstance(reward, Sequence):
             rewards = [float(one) for one in reward]
         else:
-            rewards = [float(reward)] * len(found)
+            rewards = [float(reward)] * len(sequences)
         return [
-            sequence.to_datum(advantage) for sequence, advantage in zip(found, rewards, strict=True)
+            sequence.to_datum(advantage)
+            for sequence, advantage in zip(sequences, rewards, strict=True)
         ]
 
     def _sequence(self, leaf: TrajectoryAnswer) -> TrajectorySequence:
@@ -93,10 +94,10 @@ class Trajectory(Response):
         mask: list[int] = []
         logprobs: list[float] = []
         for answer in reversed(chain):
-            given = len(answer.prompt_tokens)
+            num_prompt = len(answer.prompt_tokens)
             tokens += [*answer.prompt_tokens, *answer.tokens]
-            mask += [0] * given + [1] * len(answer.tokens)
-            logprobs += [0.0] * given + list(answer.logprobs)
+            mask += [0] * num_prompt + [1] * len(answer.tokens)
+            logprobs += [0.0] * num_prompt + list(answer.logprobs)
         return TrajectorySequence(
             tokens=tuple(tokens),
             mask=tuple(mask),
