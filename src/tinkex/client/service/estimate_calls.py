@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import threading
 from collections.abc import Mapping
 
+from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture
 from tinkex.client.http.call import Call
 from tinkex.client.http.options import Options
@@ -14,9 +15,23 @@ from tinkex.types.account.estimates import Estimate, EstimateRequest
 
 
 class EstimateCalls:
-    @abstractmethod
+    """The part of a ServiceClient that needs no session on the server."""
+
+    config: ClientConfig
+    _lock: threading.Lock
+    _holder: Holder | None
+    """With a session; None before the first call that needs one."""
+    _plain_holder: Holder | None
+    """Without one."""
+
     def _sessionless(self) -> Holder:
-        """The connection, without a session on the server."""
+        """The session's own holder when there is one, else one that needs no session."""
+        with self._lock:
+            if self._holder is not None:
+                return self._holder.latest
+            if self._plain_holder is None:
+                self._plain_holder = Holder(self.config, with_session=False)
+            return self._plain_holder
 
     def estimate(
         self,

@@ -190,15 +190,6 @@ class ServiceClient(EstimateCalls):
 
     trajectories_async = awaited(trajectories)
 
-    def _sessionless(self) -> Holder:
-        """The session's own holder when there is one, else one that needs no session."""
-        with self._lock:
-            if self._holder is not None:
-                return self._holder.latest
-            if self._plain_holder is None:
-                self._plain_holder = Holder(self.config, with_session=False)
-            return self._plain_holder
-
     # -- training
 
     def create_lora_training_client(
