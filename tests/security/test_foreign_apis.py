@@ -171,6 +171,22 @@ async def test_a_recorded_conversation_has_an_end(
     assert len(answer["tokens"]) == len(answer["logprobs"]) > 0
 
 
+async def test_a_name_that_is_not_known_is_compared_with_few_and_off_the_loop(
+    world: AppWorld,
+) -> None:
+    """Ten thousand long names of a user's own held the event loop for twenty seconds a request.
+
+    The guard of this world's loop fails the test when anything holds it.
+    """
+    store, alike = world.parts.store, "ab" * 98
+    for number in range(300):
+        await store.call(store.names.put, "ann", f"{alike}{number:04}", "tinker://x/weights/y")
+    status, text = _told(await _chat(world, "hello", model=f"{alike}x"))
+    assert (status, "Did you mean" in text) == (404, True)
+    status, text = _told(await _chat(world, "hello", model="tooy"))
+    assert (status, "Did you mean 'toy'" in text) == (404, True)
+
+
 async def test_requests_to_the_console_count_like_all_others(world: AppWorld) -> None:
     world.parts.quotas._defaults["requests_per_minute"] = 12.0
     world.parts.quotas._clock = lambda: 0.0

@@ -7,6 +7,7 @@ base model.
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from tinkex.types.account.checkpoints import is_tinker_path
 MAX_LISTED = 1000
 MAX_KNOWN = 10_000
 KNOWN_S = 1.0
+NEAR_AMONG, NEAR_LENGTH = 200, 64
+"""The most names that an unknown name is compared with, and the characters of each."""
 MAX_SEGMENTS = 20
 """Of a run, that are asked for checkpoints in a list of all runs."""
 SAMPLED_KINDS = ("sampler_weights", "weights")
@@ -125,8 +128,8 @@ class ModelNames:
         except ApiError:
             names = await store.call(store.names.of_user, user.user_id)
             runs = await store.call(store.models.names, user.user_id, MAX_LISTED)
-            known = [*(named.name for named in names), *runs, *self._service.catalog.names]
-            near = difflib.get_close_matches(name[:200], known, n=3, cutoff=0.5)
+            known = [*self._service.catalog.names, *(named.name for named in names), *runs]
+            near = await asyncio.to_thread(_near, name, known)
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise _unknown(self._service, name, hint) from None
 
@@ -149,7 +152,7 @@ class ModelNames:
         listed = [ListedModel(name) for name in self._service.catalog.names]
         rows, _ = await store.call(store.checkpoints.page, user.user_id, MAX_LISTED, 0)
         by_path = {row.path: row for row in rows}
-        for named in await store.call(store.names.of_user, user.user_id):
+        for named in (await store.call(store.names.of_user, user.user_id))[:MAX_LISTED]:
             row = by_path.get(named.path) or await store.call(store.checkpoints.get, named.path)
             # One that was shared when it was named may be its owner's alone by now.
             if row is not None and (row.public or row.user_id == user.user_id):
@@ -176,6 +179,16 @@ class ModelNames:
                 # The newest run of a name is meant by it, also one without a checkpoint.
                 listed[name] = ListedModel(name, checkpoint, "run") if checkpoint else None
         return [model for model in listed.values() if model is not None]
+
+
+def _near(name: str, known: Sequence[str]) -> list[str]:
+    """Up to three known names that look like a name. Blocks.
+
+    Comparing two names can take the product of their lengths, and a user may have ten thousand.
+    """
+    whole = {each[:NEAR_LENGTH]: each for each in reversed(known[:NEAR_AMONG])}
+    found = difflib.get_close_matches(name[:NEAR_LENGTH], list(whole), n=3, cutoff=0.5)
+    return [whole[each] for each in found]
 
 
 def _last_checkpoints(
