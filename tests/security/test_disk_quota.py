@@ -159,9 +159,9 @@ async def test_a_teachers_logprobs_have_room_before_they_are_computed(tmp_path: 
         model, tokens, config = await world.model(**ANN), tokens_of(1), {"teacher": "toy"}
         outputs = 4 * len(tokens)
         size = len(train_body(model, 1, tokens, config=config)) + 2.5 * outputs
-        room(world, size)
+        await room(world, size)
         assert_final(await world.train(model, 1, tokens, config=config, **ANN))
-        room(world, size + outputs)
+        await room(world, size + outputs)
         passed = await world.train(model, 2, tokens, config=config, **ANN)
         assert passed.status_code == 200, passed.text
         assert loss_of(await world.result(passed.json(), **ANN)) > 0
