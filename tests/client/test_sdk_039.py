@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -56,6 +57,24 @@ def test_search_checkpoints_pages_by_its_next_cursor(service: tinkex.ServiceClie
 def test_a_wrong_limit_is_refused_before_anything_is_sent(limit: object) -> None:
     with pytest.raises(tinkex.InvalidInputError, match="limit"):
         types.CheckpointSearchRequest(limit=limit)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"checkpoint_type": "x"}, "must be 'training', 'sampler' or 'external', got 'x'"),
+        ({"owner": {"type": "x"}}, "with a 'type' of 'own', 'accessible' or 'user', got"),
+        ({"owner": {}}, "owner: must be an object with a 'type', got {}"),
+        ({"owner": None}, "owner: must be an object, got None"),
+        (
+            {"cursor": {"last_created_at": "2026-01-01T00:00:00", "last_checkpoint_uuid": "u"}},
+            "cursor.last_created_at: must be a time with its zone",
+        ),
+    ],
+)
+def test_a_wrong_condition_is_told_with_all_that_would_do(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(tinkex.InvalidInputError, match=text):
+        types.CheckpointSearchRequest.from_dict(given)
 
 
 def test_a_search_and_its_cursor_have_the_documented_fields_and_no_others() -> None:

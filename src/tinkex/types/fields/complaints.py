@@ -22,6 +22,13 @@ _WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
     "string_too_long": lambda limits: f"a text of at most {limits['max_length']} characters",
     "string_pattern_mismatch": lambda limits: "a text without NUL characters",
     "string_unicode": lambda limits: "valid Unicode text",
+    "literal_error": lambda limits: str(limits["expected"]),
+    "enum": lambda limits: str(limits["expected"]),
+    "union_tag_invalid": lambda limits: _tagged(limits["discriminator"], limits["expected_tags"]),
+    "union_tag_not_found": lambda limits: f"an object with a {limits['discriminator']}",
+    "model_type": lambda limits: "an object",
+    "model_attributes_type": lambda limits: "an object",
+    "timezone_aware": lambda limits: "a time with its zone",
     "too_short": lambda limits: f"at least {limits['min_length']} long",
     "too_long": lambda limits: f"at most {limits['max_length']} long",
 }
@@ -94,6 +101,10 @@ def wanted(item: Any) -> str:
         return words(item.get("ctx", {}))
     text = item["msg"].removeprefix("Input should be ").partition(", ")[0]
     return str(text.replace("a valid ", "a ").replace("a integer", "an integer"))
+
+
+def _tagged(field: str, tags: str) -> str:
+    return f"an object with a {field} of {' or '.join(tags.rsplit(', ', 1))}"
 
 
 def _shown(limit: Any) -> str:
