@@ -339,6 +339,38 @@ def test_a_servers_run_is_resumed_by_its_owner_alone(world: SimpleNamespace, tmp
     assert "was not typed by you" in told["log"], "nor does a folder that others wrote run anything"
 
 
+def test_a_servers_run_shows_its_owner_the_rollouts_of_its_log_folder(
+    world: SimpleNamespace, tmp_path: Path
+):
+    """What the server keeps has no rewards and is gone with it; the log folder has both."""
+    with tinkex.ServiceClient(base_url=world.base_url) as service:
+        training = service.create_lora_training_client("toy", rank=4)
+        training.log_settings({"log_dir": str(tmp_path / "logs")}).result()
+        path = training.save_state("a").result().path
+        run = training.model_id
+    folder = _log_folder(tmp_path / "logs", path, end=4)  # also of a run that has ended
+    answers = [
+        {"step": step, "group": 0, "prompt": "Who?", "text": "Arr!", "tokens": [1], "reward": 0.25}
+        for step in (0, 3)
+    ]
+    lines = "".join(json.dumps(one) + "\n" for one in answers)
+    (folder / "rollouts.jsonl").write_text(lines)
+    (folder / "rollouts.jsonl").chmod(0o644)
+    with httpx.Client(base_url=world.base_url, follow_redirects=True) as client:
+        address = f"/console/api/runs/{run}/rollouts"
+        assert client.get(address).json()["steps"] == [], "not for everybody of this machine"
+        client.get("/console/owner", params={"token": _owner_token(world)})
+        told = client.get(address).json()
+        assert (told["steps"], told["step"]) == ([0, 3], 3)
+        assert told["answers"] == [answers[1]]
+        assert told["file"] == str(folder / "rollouts.jsonl")
+        page = client.get(f"/console/runs/{run}/rollouts?step=0").text
+        assert "reward 0.25" in page
+        assert str(folder / "rollouts.jsonl") in page
+        folder.chmod(0o777)
+        assert client.get(address).json()["steps"] == [], "others may have written it"
+
+
 async def test_texts_of_the_command_line_have_their_code_as_code(tmp_path: Path):
     transport = httpx.ASGITransport(app=create_app(tmp_path, "secret"))
     async with httpx.AsyncClient(

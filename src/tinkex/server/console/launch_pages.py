@@ -14,7 +14,12 @@ from fastapi.responses import RedirectResponse
 
 from tinkex.server.console.command_line import arguments, line
 from tinkex.server.console.launcher import Forms, Launcher
-from tinkex.server.console.resumption import folder_of_run, is_resumable, resume_arguments
+from tinkex.server.console.resumption import (
+    folder_of_run,
+    is_resumable,
+    resume_arguments,
+    rollouts_of_run,
+)
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import age, console_of, source_of
 from tinkex.server.console.visitors import Changing, Visitor, form_values, leave_cookie
@@ -169,6 +174,15 @@ async def resumable_folder(request: Request, run: dict[str, Any]) -> Path | None
         return folder if await asyncio.to_thread(is_resumable, folder) else None
     log_dir, run_ids = run["settings"].get("log_dir"), run["segments"]
     return await asyncio.to_thread(folder_of_run, log_dir, run_ids, launcher.folder)
+
+
+async def rollouts_folder(request: Request, run: dict[str, Any]) -> Path | None:
+    """The log folder with the answers of a server's run, for whom the server runs; or None."""
+    launcher = console_of(request).launcher
+    if launcher is None or source_of(request).is_local or not may_start(request):
+        return None
+    log_dir, run_ids = run["settings"].get("log_dir"), run["segments"]
+    return await asyncio.to_thread(rollouts_of_run, log_dir, run_ids, launcher.folder)
 
 
 @router.post("/runs/{run_id}/resume")

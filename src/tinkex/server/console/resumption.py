@@ -1,4 +1,4 @@
-"""Log folders of `tinkex train` on this disk: which run of them can be resumed, by which command.
+"""Log folders of `tinkex train` on this disk: whose run is in them, and how it is resumed.
 
 A recipe tells the server its log folder, but so can any client, and resuming a folder runs the
 reward file that the folder names. So a folder counts only where it is the owner's own, nobody else
@@ -18,6 +18,7 @@ from tinkex.types.account.checkpoints import TinkerPath
 from tinkex.wire.local_servers import RUN_NAMES, read_record, state_folder
 
 COMMAND, CHECKPOINTS, FINISHED = "command.json", "checkpoints.jsonl", "finished.json"
+ROLLOUTS = "rollouts.jsonl"
 MAX_TAIL = 64 * 1024
 """Of a file of checkpoints only its end is read."""
 
@@ -39,12 +40,22 @@ def folder_of_run(log_dir: object, run_ids: Collection[str], base: Path) -> Path
         run_ids: All segments of the run.
         base: What a relative folder is relative to, unless the run has a name on this machine.
     """
+    found = _folders_of_run(log_dir, run_ids, base)
+    return next((folder for folder in found if is_resumable(folder)), None)
+
+
+def rollouts_of_run(log_dir: object, run_ids: Collection[str], base: Path) -> Path | None:
+    """The log folder that has the answers of a server's run, or None; arguments as above."""
+    found = _folders_of_run(log_dir, run_ids, base)
+    return next((folder for folder in found if _is_safe(folder / ROLLOUTS)), None)
+
+
+def _folders_of_run(log_dir: object, run_ids: Collection[str], base: Path) -> Iterator[Path]:
     if not isinstance(log_dir, str) or not log_dir or "\0" in log_dir:
-        return None
+        return
     for folder in _candidates(log_dir, base):
-        if is_resumable(folder) and _run_of(_last_checkpoint(folder)) in run_ids:
-            return folder
-    return None
+        if _is_safe(folder) and _run_of(_last_checkpoint(folder)) in run_ids:
+            yield folder
 
 
 def is_resumable(folder: Path) -> bool:

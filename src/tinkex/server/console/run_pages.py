@@ -6,8 +6,10 @@ The same for a server's runs and for folders: these routes ask `source_of(reques
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
@@ -18,7 +20,8 @@ from fastapi.responses import StreamingResponse
 from tinkex.server.console import source as sources
 from tinkex.server.console.colors import colors_of
 from tinkex.server.console.command_line import line
-from tinkex.server.console.launch_pages import resumable_folder
+from tinkex.server.console.folder_runs import Folder
+from tinkex.server.console.launch_pages import resumable_folder, rollouts_folder
 from tinkex.server.console.metric_files import MEDIA, Kind, metric_file
 from tinkex.server.console.resumption import resume_arguments, resume_command
 from tinkex.server.console.rollout_view import Coloring, rollout_view
@@ -218,6 +221,7 @@ async def rollouts_page(
         **_head_facts(request, user, run),
         color=color,
         agreement=agreement,
+        file=found["file"],
         steps=found["steps"],
         step=found["step"],
         before=max((one for one in found["steps"] if one < found["step"]), default=None),
@@ -234,13 +238,34 @@ async def rollouts_json(
 
 
 async def _rollouts(request: Request, user: User, run_id: str, step: int | None) -> dict[str, Any]:
-    """Answers of a step; of the last one where none is named."""
+    """Answers of a step; of the last one where none is named.
+
+    Those of the run's log folder, which have rewards and stay, else those that the server keeps.
+    """
     source = source_of(request)
     await source.check(user, run_id)
-    steps = await source.rollout_steps(run_id)
+    path = await rollouts_folder(request, await source.run(user, run_id))
+    folder = _open_folder(path) if path else None
+    steps = await asyncio.to_thread(folder.rollout_steps) if folder else []
+    if not steps:
+        folder, steps = None, await source.rollout_steps(run_id)
     chosen = step if step is not None else (steps[-1] if steps else 0)
-    answers = await source.rollouts(run_id, chosen) if chosen in steps else []
-    return {"steps": steps, "step": chosen, "answers": answers}
+    answers: list[dict[str, Any]] = []
+    if chosen in steps and folder is not None:
+        answers = await asyncio.to_thread(folder.answers, chosen)
+    elif chosen in steps:
+        answers = await source.rollouts(run_id, chosen)
+    return {"steps": steps, "step": chosen, "answers": answers, "file": _rollouts_file(folder)}
+
+
+@functools.lru_cache(maxsize=16)
+def _open_folder(path: Path) -> Folder:
+    """A log folder that remembers where in its file the answers of each step are."""
+    return Folder.at(path)
+
+
+def _rollouts_file(folder: Folder | None) -> str | None:
+    return str(folder.rollouts.file) if folder else None
 
 
 # ------------------------------------------------------------------------------------ compare
