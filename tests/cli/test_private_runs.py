@@ -147,6 +147,19 @@ def test_what_the_private_server_has_is_found_beside_a_server_that_commands_join
         assert everywhere == {"local", url}
 
 
+def test_a_run_whose_server_is_gone_is_found_on_the_server_that_adopted_it(cli, machine, data):
+    ran = cli("train", "sft", data, *SFT, "--name", "own", "--json")
+    assert ran.code == 0, ran.err
+    port = HeldPort()
+    folder = data.parent / "runs" / "own"
+    (folder / "server.json").write_text(json.dumps({"server": f"http://127.0.0.1:{port.number}"}))
+    told = cli("checkpoint", "info", "own", "--json")
+    assert told.code == 0, (told.out, told.err)
+    assert told.json["tinker_path"] == ran.json["sampler_path"]
+    resumed = cli("train", "resume", "own", "--json")
+    assert (resumed.code, resumed.out and resumed.json["steps"]) == (0, 2), resumed.err
+
+
 def test_a_server_of_this_machine_that_does_not_answer_hides_no_other(cli, machine, data):
     ran = cli("train", "sft", data, *SFT, "--name", "own", "--json")
     assert ran.code == 0, ran.err

@@ -48,7 +48,7 @@ def resolve(state: State, text: str) -> str:
         _go_to_server_of(state, text)
         return text
     if (run := find(text)) is not None:
-        state.go_to(run)
+        go_to(state, run)
         if (other := _of_server(state, text, run)) is not None:
             return other
         return find_path(text) or text
@@ -72,6 +72,28 @@ def resolve_checkpoint(state: State, text: str) -> str:
     return path
 
 
+def go_to(state: State, run: NamedRun) -> None:
+    """Talk to the server that has a run, unless the command names another one.
+
+    That is the one its folder names; when it was on this machine and is gone, the one here that has
+    the run: it was started on another port, or another server adopted its runs.
+    """
+    from tinkex.client.config import is_loopback
+
+    is_named = state.base_url is not None
+    state.go_to(run)
+    path = run.state_path or run.sampler_path
+    if is_named or not path or run.server == "local" or not is_loopback(run.server):
+        return
+    route = _run_route(TinkerPath.parse(path).run_id)
+    if _get_here(run.server, route, is_first=False) is not None:
+        return
+    for server in servers_here():
+        if _is_found(_get_here(server, route, is_first=False)):
+            state.base_url = server
+            return
+
+
 def resolve_start(state: State, text: str) -> str:
     """A run or a checkpoint as the path of what to train on from.
 
@@ -79,7 +101,7 @@ def resolve_start(state: State, text: str) -> str:
         ModelNotFoundError: It is neither; the text has near names.
     """
     if (run := find(text)) is not None:
-        state.go_to(run)
+        go_to(state, run)
         return find_path(text, for_training=True) or text
     if not is_tinker_path(text):
         for number, server in enumerate(_servers(state)):
@@ -100,7 +122,7 @@ def run_of(state: State, text: str) -> str:
     if is_tinker_path(text):
         text = TinkerPath.parse(text).run_id
     elif (run := find(text)) is not None:
-        state.go_to(run)
+        go_to(state, run)
         path = run.state_path or run.sampler_path
         return TinkerPath.parse(path).run_id if path else text
     _go_where_found(state, _run_route(text))
@@ -140,7 +162,7 @@ def _go_to_server_of(state: State, path: str) -> None:
     """Talk to the server of this machine that has a checkpoint, unless the command names one."""
     for run in known():
         if path in (run.state_path, run.sampler_path):
-            state.go_to(run)
+            go_to(state, run)
             return
     _go_where_found(state, f"/v1/models/{quote(path, safe='')}")
 

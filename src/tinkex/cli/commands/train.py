@@ -21,7 +21,7 @@ from tinkex.cli.arguments import near_runs
 from tinkex.cli.commands.pull import prepare
 from tinkex.cli.completions import complete_model, complete_run
 from tinkex.cli.messages import program
-from tinkex.cli.names import resolve, resolve_start
+from tinkex.cli.names import go_to, resolve, resolve_start
 from tinkex.cli.output import properties
 from tinkex.cli.progress import RESULTS, label, steps
 from tinkex.cli.reward_files import load_reward
@@ -327,7 +327,7 @@ def _run(
         if source:
             check_source(source)
     if (known := find(config.log_dir)) is not None:
-        state.go_to(known)
+        go_to(state, known)
     prepare(state, config.model)
     # In the server's listings the run has the name of its folder.
     service = state.service(model=config.model, name=Path(config.log_dir).name)
