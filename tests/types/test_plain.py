@@ -61,6 +61,9 @@ EXAMPLES: dict[str, Any] = {
         "u", {"a": "http://b"}, datetime(2026, 1, 2, tzinfo=UTC)
     ),
     "ExternalWeightsUploadFinishResult": types.ExternalWeightsUploadFinishResult("tinker://a/b/c"),
+    "InterpolateCheckpointsRequest": types.InterpolateCheckpointsRequest(
+        source_paths=["tinker://a/b/c", "tinker://a/b/d"], coefficients=[0.9, 0.1]
+    ),
     "WeightsSnapshot": types.WeightsSnapshot("s", step=3),
     "TrajectorySequence": types.TrajectorySequence(
         tokens=(1,), mask=(1,), logprobs=(-1.0,), snapshots=("",), stop_reason="stop"

@@ -92,6 +92,9 @@ class LoadAdapterJob(AdapterJob):
     base_model: str
     folder: str
     with_optimizer: bool
+    mixture: tuple[tuple[str, float], ...] = ()
+    """Folders, the first of them `folder`, and a coefficient for each: the matrices A and B become
+    the sums of theirs, each times its coefficient. Empty: those of `folder` as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)

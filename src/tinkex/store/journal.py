@@ -35,6 +35,8 @@ RESULT_TTL_S = 24 * 3600.0
 """How long a result that nobody fetched is kept."""
 ROW_TTL_S = 7 * 24 * 3600.0
 SWEEP_ROWS = 1000
+UNNUMBERED = ":between"
+"""Ends the id of a request that has no number of its client's; its row stays as long as its run."""
 
 
 def result_name(request_id: str) -> str:
@@ -103,6 +105,11 @@ class Journal(StoredNoun):
         """Everything after a snapshot, in order: what a recovery runs again or still has to run."""
         newer = (_table.c.model_id == model_id, _table.c.seq_id > after_seq_id)
         return self._all(JournalRow, select(_table).where(*newer).order_by(_table.c.seq_id))
+
+    def unnumbered(self, model_id: str) -> list[int]:
+        """The places of the requests of a model that have no number of their client's, in order."""
+        of_model = (_table.c.model_id == model_id, _table.c.request_id.endswith(UNNUMBERED))
+        return self._scalars(select(_table.c.seq_id).where(*of_model).order_by(_table.c.seq_id))
 
     def unfinished_models(self) -> list[str]:
         """Models with an accepted op that has no end yet."""
@@ -181,7 +188,12 @@ class Journal(StoredNoun):
         ripe = _some(_table.c.drop_result_at < now)
         self._sweep(ripe, update(_table).values(result=None, drop_result_at=None))
         # A row that has its body is one that no snapshot covers: a replay needs it, however old.
-        old = _some(_table.c.finished_at < now - self._row_ttl_s, _table.c.body.is_(None))
+        old = _some(
+            _table.c.finished_at < now - self._row_ttl_s,
+            _table.c.body.is_(None),
+            # By their places the numbers of all later requests are understood.
+            ~_table.c.request_id.endswith(UNNUMBERED),
+        )
         self._sweep(old, _table.delete())
 
     def _sweep(

@@ -137,7 +137,8 @@ _NAMES = {
         "OptimizerConfigBase"
     ),
     "training.weights": (
-        "CopyWeightsRequest CopyWeightsResponse ExternalWeightsUrlsResponse LoadWeightsRequest "
+        "CopyWeightsRequest CopyWeightsResponse ExternalWeightsUrlsResponse "
+        "InterpolateCheckpointsRequest InterpolateCheckpointsResponse LoadWeightsRequest "
         "LoadWeightsResponse SaveWeightsExternalRequest SaveWeightsExternalResponse "
         "SaveWeightsExternalResponseInternal SaveWeightsForSamplerRequest "
         "SaveWeightsForSamplerResponse SaveWeightsForSamplerResponseInternal SaveWeightsRequest "

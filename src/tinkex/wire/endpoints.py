@@ -62,6 +62,7 @@ _ONLY_OURS = (
     "tinkex.types.account.administration",
     "tinkex.types.account.budgets",
     "tinkex.types.account.estimates",
+    "tinkex.types.training.reverse_kl",
 )
 
 
@@ -124,6 +125,14 @@ _ROWS = [
         "forward_backward",
         "ForwardBackwardRequest",
         "ForwardBackwardOutput",
+        changes_state=True,
+        **_COMPUTE,
+    ),
+    _promise(
+        "forward_backward_reverse_kl",
+        "ForwardBackwardReverseKLRequest",
+        "ForwardBackwardReverseKLResponse",
+        path=f"{API}/mint/forward_backward_reverse_kl",
         changes_state=True,
         **_COMPUTE,
     ),
@@ -266,6 +275,12 @@ _ROWS = [
     ),
     _post("weights_info", "WeightsInfoRequest", "WeightsInfoResponse"),
     _post("copy_weights", "CopyWeightsRequest", "CopyWeightsResponse"),
+    _promise(
+        "interpolate_checkpoints",
+        "InterpolateCheckpointsRequest",
+        "InterpolateCheckpointsResponse",
+        path=f"{API}/mint/checkpoints/interpolate",
+    ),
     _post("import_checkpoint", None, None, f"{API}/checkpoints/import", limit=cost.FILE),
     _post(
         "external_weights_upload_start",

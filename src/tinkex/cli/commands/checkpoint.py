@@ -118,6 +118,35 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 @checkpoint.command()
+@click.argument("sources", nargs=-1, required=True, metavar="PATH=COEFFICIENT...")
+@click.option("--name", help="The name of the new checkpoint, in the run of the first one.")
+@pass_state
+def interpolate(state: State, sources: tuple[str, ...], name: str | None) -> None:
+    """Add up LoRA matrices of checkpoints, each times its coefficient, to sample from.
+
+    PATH=0.9 PATH=0.1 is a moving average. The checkpoints need one base model and one rank.
+    """
+    pairs = [_weighted(source) for source in sources]
+    paths = [resolve_checkpoint(state, path) for path, _ in pairs]
+    with state.rest() as rest:
+        made = rest.interpolate_checkpoints(paths, [c for _, c in pairs], name).result()
+    parts = " + ".join(f"{c:g} x {path}" for path, (_, c) in zip(paths, pairs, strict=True))
+    state.show(properties(None, {"Checkpoint": made.path, "Sum of": parts}), made.model_dump())
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    path, is_pair, number = text.rpartition("=")
+    try:
+        if not is_pair or not path:
+            raise ValueError("not a path and a number")
+        return path, float(number)
+    except ValueError as exc:
+        raise click.UsageError(
+            f"{text!r} is not PATH=COEFFICIENT, such as tinker://RUN/sampler_weights/NAME=0.5."
+        ) from exc
+
+
+@checkpoint.command()
 @run_or_path_argument
 @pass_state
 def info(state: State, path: str) -> None:

@@ -395,6 +395,37 @@ class RestClient(SessionCalls, BudgetCalls):
 
     copy_weights_async = awaited(copy_weights)
 
+    def interpolate_checkpoints(
+        self,
+        source_paths: Sequence[str],
+        coefficients: Sequence[float],
+        name: str | None = None,
+        *,
+        options: Options = None,
+    ) -> APIFuture[types.InterpolateCheckpointsResponse]:
+        """Make a checkpoint to sample from of others: their matrices, weighted and added up.
+
+        MinT's call, for its servers and ours. A and B of the LoRA adapters are added each by
+        itself, so sources need one base model and one rank, and should come from one run.
+
+        Args:
+            coefficients: One for each source; 0.9 and 0.1 make a moving average.
+            name: Of the result in the run of the first source; made up where left out.
+        """
+        for index, path in enumerate(source_paths):
+            validation.check_tinker_path(path, name=f"source_paths[{index}]")
+        request = types.InterpolateCheckpointsRequest(
+            source_paths=list(source_paths), coefficients=list(coefficients), output_path=name
+        )
+        kind = types.InterpolateCheckpointsResponse
+        return self.holder.spawn(
+            lambda waiting: self.holder.promised(
+                "interpolate_checkpoints", request, kind, waiting, options=options
+            )
+        )
+
+    interpolate_checkpoints_async = awaited(interpolate_checkpoints)
+
     # -- budgets
 
     def list_budgets(self, *, options: Options = None) -> APIFuture[BudgetsResponse]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import quote
@@ -372,6 +372,21 @@ class ServiceClient(EstimateCalls):
         )
 
     copy_weights_async = awaited(copy_weights)
+
+    def interpolate_checkpoints(
+        self,
+        source_paths: Sequence[str],
+        coefficients: Sequence[float],
+        name: str | None = None,
+        *,
+        options: Options = None,
+    ) -> APIFuture[types.InterpolateCheckpointsResponse]:
+        """A checkpoint between others, as `RestClient.interpolate_checkpoints` makes it."""
+        return RestClient(self._sessionless()).interpolate_checkpoints(
+            source_paths, coefficients, name, options=options
+        )
+
+    interpolate_checkpoints_async = awaited(interpolate_checkpoints)
 
     def create_rest_client(self) -> RestClientFuture:
         """A client for listings and checkpoints of the same service. Touches no network."""

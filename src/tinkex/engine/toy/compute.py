@@ -148,6 +148,9 @@ class ToyCompute:
             raise InvalidInputError(
                 f"checkpoint is of {adapter.base_model!r}, adapter of {job.base_model!r}"
             )
+        if job.mixture:
+            others = [(self._read(folder), by) for folder, by in job.mixture[1:]]
+            adapter.mix(job.mixture[0][1], others)
         self._adapters[job.adapter_id] = adapter
         return jobs.AdapterResult(content=checkpoint.content_of(adapter.export()))
 

@@ -9,7 +9,7 @@ matters, and a resumed adapter continues to the bit. Knows numpy; no jobs, no fi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -21,6 +21,7 @@ from tinkex.contract.optimizers import OptimizerParams, check_params
 from tinkex.engine.jobs import LoraSpec
 from tinkex.engine.optim.shards import tree_sum
 from tinkex.engine.optim.updates import UPDATES
+from tinkex.errors import InvalidInputError
 
 GAIN = 100.0
 """Logits per unit of parameter, so that the learning rates users try (1e-4 to 1e-2) move it."""
@@ -212,6 +213,27 @@ class ToyAdapter:
         used[:, 1] = 0
         self._rows.clear()
         return {"grad_norm:mean": norm, "step:max": float(self.step)}
+
+    def mix(self, own: float, others: Sequence[tuple[ToyAdapter, float]]) -> None:
+        """Make the table the sum of several, each times its coefficient; no moments are left."""
+        for other, _ in others:
+            if (other.lora.rank, other.lora.alpha) != (self.lora.rank, self.lora.alpha):
+                raise InvalidInputError(
+                    "the adapters have other modules, ranks or scales than each other; their "
+                    "matrices cannot be added"
+                )
+        parts = [(dict(self._weights()), own), *((dict(o._weights()), by) for o, by in others)]
+        for cell in [cell for weights, _ in parts for cell in weights]:
+            self._cell(*cell)  # may grow the table
+        self._state[:, 1:] = 0
+        for cell, row in self._cells.items():
+            self._state[row, 0] = sum(weights.get(cell, 0.0) * by for weights, by in parts)
+        if not np.isfinite(self._state).all():
+            raise InvalidInputError("the sums are not finite; choose smaller coefficients")
+        self._rows.clear()
+
+    def _weights(self) -> Iterator[tuple[Cell, float]]:
+        return ((cell, self._state.item(row, 0)) for cell, row in self._cells.items())
 
     # --------------------------------------------------------------------------------- copies
 

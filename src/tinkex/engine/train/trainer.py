@@ -157,6 +157,8 @@ class Trainer:
         """`load` on this rank alone."""
         previous = self.adapters.get(job.adapter_id)
         stored = self._read(job.folder, with_optimizer=job.with_optimizer)
+        if job.mixture:
+            self._mix(stored.adapter, job.mixture)
         kind: str = stored.optimizer_kind or (
             previous.optimizer.kind if previous is not None else "adamw"
         )
@@ -170,6 +172,21 @@ class Trainer:
             previous.version + 1 if previous is not None else 0,
         )
         return stored.content
+
+    def _mix(self, adapter: Adapter, mixture: Sequence[tuple[str, float]]) -> None:
+        """Make the weights of an adapter, read from the first folder, those of a mixture."""
+        mixed = adapter.flat * mixture[0][1]
+        for folder, coefficient in mixture[1:]:
+            other = self._read(folder, with_optimizer=False).adapter
+            if other.signature != adapter.signature:
+                raise InvalidInputError(
+                    "the adapters have other modules, ranks or scales than each other; their "
+                    "matrices cannot be added"
+                )
+            mixed += other.flat * coefficient
+        if self.group.first_reason("" if bool(torch.isfinite(mixed).all()) else "infinite"):
+            raise InvalidInputError("the sums are not finite; choose smaller coefficients")
+        adapter.flat.copy_(mixed)
 
     def _read(self, folder: str, *, with_optimizer: bool) -> reader.Stored:
         targets = self.decoder.targets

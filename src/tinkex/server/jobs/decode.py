@@ -33,6 +33,12 @@ class TrainRequest:
     loss_fn_config: Mapping[str, float | str]
     """Without what names a teacher."""
     teaching: Teaching | None = None
+    references: tuple[TrainDatum, ...] = ()
+    """What the teacher reads in place of `data`: other contexts of the same last targets."""
+
+    @property
+    def taught_from(self) -> tuple[TrainDatum, ...]:
+        return self.references or self.data
 
 
 def train_request(request: Pass) -> TrainRequest:

@@ -177,6 +177,17 @@ def scores_of(datum: TrainDatum, loss_fn: str, result: SampleResult) -> Scores:
     return scores
 
 
+def moved(scores: Sequence[Scores], data: Sequence[TrainDatum]) -> tuple[Scores, ...]:
+    """Scores of the same last targets behind other contexts, in the form of the data's own."""
+    placed = []
+    for known, datum in zip(scores, data, strict=True):
+        values = np.zeros(len(datum.tokens), np.float32)
+        shared = min(len(datum.tokens), known.shape[0])
+        values[-shared:] = np.asarray(known)[-shared:]
+        placed.append(values)
+    return tuple(placed)
+
+
 # ------------------------------------------------------------------------------------ filling in
 
 

@@ -79,16 +79,19 @@ class Forward(Operation[TrainRequest]):
             session = await self._teachers.open(checked.teaching, user)
             theirs = await self.deps.catalog.info(session.base_model)
             size = len(opened.content)
-            await off_loop(size, teaching.check_fit, checked.data, info, theirs)
+            await off_loop(size, teaching.check_fit, checked.taught_from, info, theirs)
             checked.teaching.base_model = session.base_model
         if (loss := await self._custom_loss(checked, user.user_id)) is not None:
             await asyncio.to_thread(_check_traced, loss, checked)
         return checked
 
     def _judge(self, opened: Opened, info: ModelInfo | None) -> TrainRequest:
-        checked = train_request(opened.read())
+        checked = self.read(opened)
         validation.check_train(checked, info)
         return checked
+
+    def read(self, opened: Opened) -> TrainRequest:
+        return train_request(opened.read())
 
     def tokens(self, checked: TrainRequest) -> Mapping[UsageKind, int]:
         return {self.usage_kind: sum(len(datum.tokens) for datum in checked.data)}
@@ -97,7 +100,7 @@ class Forward(Operation[TrainRequest]):
         spends = super().spends(checked, model)
         if checked.teaching is not None:
             prefill = f"{checked.teaching.base_model} sampling_prefill"
-            count = sum(len(datum.tokens) + 1 for datum in checked.data)
+            count = sum(len(datum.tokens) + 1 for datum in checked.taught_from)
             spends[prefill] = spends.get(prefill, 0) + count
         return spends
 
@@ -120,7 +123,7 @@ class Forward(Operation[TrainRequest]):
             checked.teaching.scores = teaching.unpack_scores(checked.data, body[9:end])
             return checked
         kind = PROTOBUF if body[:1] == PROTO_BODY else JSON
-        return train_request(self.open(body[1:], kind).read())
+        return self.read(self.open(body[1:], kind))
 
     async def job(self, checked: TrainRequest, run: OperationRun) -> TrainJob:
         return TrainJob(
@@ -194,8 +197,10 @@ class Forward(Operation[TrainRequest]):
             weight = await off_loop(size, _weight_of, checked)
             await self.deps.curves.passed(model.model_id, result.metrics, weight)
             await self.deps.rollouts.trained(model.user_id, model.model_id, checked.data)
-        outcome = Outcome(kind="train", payload=encode.train_payload(result))
-        return Conclusion(outcome=outcome, usage=tuple(usage))
+        return Conclusion(outcome=self.outcome(checked, result), usage=tuple(usage))
+
+    def outcome(self, checked: TrainRequest, result: TrainResult) -> Outcome:
+        return Outcome(kind="train", payload=encode.train_payload(result))
 
     def _count(
         self, run: OperationRun, base_model: str, counts: Mapping[UsageKind, float]

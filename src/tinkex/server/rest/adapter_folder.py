@@ -21,7 +21,7 @@ from tinkex.engine.folders import DIGEST
 from tinkex.engine.jobs import AdapterResult, DropAdapterJob, LoadAdapterJob
 from tinkex.server.files.folders import folder_size
 from tinkex.server.files.tensor_file import check_adapter
-from tinkex.server.rest import idle_run
+from tinkex.server.runs import idle_run
 from tinkex.server.service.service import Service
 from tinkex.server.workers.worker import run
 from tinkex.store import Checkpoint, User

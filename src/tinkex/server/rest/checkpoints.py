@@ -23,10 +23,10 @@ from tinkex.server.guard.failed_logins import FailedLogins
 from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.http.handlers import answer, serve
 from tinkex.server.http.inputs import Limit, Offset, Text, cursor, moment
-from tinkex.server.rest import idle_run
 from tinkex.server.rest.files import link
 from tinkex.server.rest.runs import visible_run
 from tinkex.server.rest.views import checkpoint_view
+from tinkex.server.runs import idle_run
 from tinkex.store import Checkpoint, Store, User
 from tinkex.types.account.checkpoints import TinkerPath
 

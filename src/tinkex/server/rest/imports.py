@@ -15,7 +15,8 @@ from tinkex.server.http.bodies import read_body
 from tinkex.server.http.dependencies import dependencies_of, service_of
 from tinkex.server.http.handlers import serve
 from tinkex.server.http.inputs import Text
-from tinkex.server.rest import adapter_folder, idle_run
+from tinkex.server.rest import adapter_folder
+from tinkex.server.runs import idle_run
 from tinkex.types.account.checkpoints import TinkerPath, check_name
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])

@@ -26,8 +26,9 @@ from tinkex.server.http.dependencies import AppDependencies, dependencies_of
 from tinkex.server.http.handlers import answer, serve
 from tinkex.server.http.inputs import Text, moment
 from tinkex.server.process.problems import ApiError
-from tinkex.server.rest import adapter_folder, idle_run
+from tinkex.server.rest import adapter_folder
 from tinkex.server.rest.files import link
+from tinkex.server.runs import idle_run
 from tinkex.server.service.service import Service
 from tinkex.store import User
 from tinkex.types.account.checkpoints import TinkerPath

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 
 from tinkex import types
 from tinkex.server.guard.auth import CurrentUser
-from tinkex.server.http.bodies import open_body
+from tinkex.server.http.bodies import header, open_body
 from tinkex.server.http.dependencies import service_of
 from tinkex.server.http.handlers import answer, serve
 from tinkex.server.operations.table import OPERATIONS
 from tinkex.server.service.service import Service
+from tinkex.server.work.futures import Promise
 from tinkex.store import User
 from tinkex.types.service.extensions import LogMetricsRequest, LogMetricsResponse
 
@@ -31,9 +36,16 @@ def _add_route(name: str, description: str | None) -> None:
             inbox = await service.new_inbox(operation, opened, user)
         else:
             inbox = await service.inbox(user, address.model_id)
-        promise = await inbox.accept(operation, opened, user, address.seq_id)
+        key = header(request, b"x-idempotency-key") or None
+        accepting = inbox.accept(operation, opened, user, address.seq_id, key)
+        # A client that hangs up must not leave a place empty that later requests stand behind.
+        promise = await (_whole(accepting) if operation.is_unnumbered else accepting)
         model_id = inbox.lane.model.model_id
         return answer(types.UntypedAPIFuture(request_id=promise.request_id, model_id=model_id))
+
+
+async def _whole(work: Coroutine[Any, Any, Promise]) -> Promise:
+    return await asyncio.shield(asyncio.create_task(work))
 
 
 for _name, _operation in OPERATIONS.items():
@@ -85,4 +97,13 @@ async def create_custom_loss(
 ) -> types.UntypedAPIFuture:
     await service.sessions.owned(user, asked.session_id)
     promise = await service.create_custom_loss(user, asked)
+    return types.UntypedAPIFuture(request_id=promise.request_id)
+
+
+@serve(router, "interpolate_checkpoints")
+async def interpolate_checkpoints(
+    service: Service, user: User, asked: types.InterpolateCheckpointsRequest
+) -> types.UntypedAPIFuture:
+    """MinT's call: a checkpoint for sampling between others. Answered when it is there."""
+    promise = await service.interpolations.interpolate(user, asked)
     return types.UntypedAPIFuture(request_id=promise.request_id)

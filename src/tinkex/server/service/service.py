@@ -34,6 +34,7 @@ from tinkex.server.runs.live_sessions import LiveSessions
 from tinkex.server.runs.rates import MeasuredRates
 from tinkex.server.runs.rollouts import Rollouts
 from tinkex.server.runs.timeline import Timelines
+from tinkex.server.service.interpolation import Interpolations
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.finished_logs import FinishedLogs
 from tinkex.server.work.futures import Outcome, Promise, PromiseTable
@@ -114,6 +115,7 @@ class Service:
             config.data_dir / "results", memory_bytes=config.max_kept_result_bytes
         )
         self.samples = SampleQueue(self._deps, self.finished_logs, self.kept)
+        self.interpolations = Interpolations(self._deps)
         self.operations = make_operations(self._deps)
         self._snapshots = self._snapshot_files()
         self._inboxes: dict[str, Inbox] = {}  # of every model that is in memory, with its lane
@@ -217,6 +219,7 @@ class Service:
         await self.rates.flush()
         await self.catalog.close()
         await self.samples.close()
+        await self.interpolations.close()
         self.finished_logs.close()
         await self.workers.pool.close()
 
@@ -420,7 +423,8 @@ class Service:
             if inbox is None:
                 lane = await self._make_lane(model_id)
                 await lane.open()
-                inbox = self._inboxes[model_id] = Inbox(lane, self._deps)
+                between = await self.store.call(self.store.journal.unnumbered, model_id)
+                inbox = self._inboxes[model_id] = Inbox(lane, self._deps, between)
         return inbox
 
     async def _make_lane(self, model_id: str) -> Lane:
@@ -447,6 +451,8 @@ class Service:
         if promise is None and ":loss:" in request_id:
             loss = await self.store.call(self.store.sampling.get_loss, request_id)
             promise = _loss_promise(loss) if loss is not None else None
+        if promise is None:
+            promise = await self.interpolations.find(request_id)
         if promise is None and ":sample:" in request_id:
             self.finished_logs.handed_out([request_id])
             raise ApiError(

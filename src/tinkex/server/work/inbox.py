@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,9 @@ from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.futures import Promise
 from tinkex.server.work.lane import Lane
 from tinkex.server.work.operation import Operation
-from tinkex.store import Model, NewRow, SeqConflictError, User
-from tinkex.store.journal import body_hash, result_name
+from tinkex.server.work.request_queue import Numbering
+from tinkex.store import NewRow, SeqConflictError, User
+from tinkex.store.journal import UNNUMBERED, body_hash, result_name
 from tinkex.types.fields.bounds import INT64
 from tinkex.wire.requests import Opened
 
@@ -45,19 +47,28 @@ class _Taken:
 
 
 class Inbox:
-    def __init__(self, lane: Lane, deps: Dependencies) -> None:
+    def __init__(self, lane: Lane, deps: Dependencies, between: Iterable[int] = ()) -> None:
+        """`between`: the places of the requests so far that have no number of their client's."""
         self.lane = lane
         self._deps = deps
+        self._numbering = Numbering(between)
+        self._places: OrderedDict[str, int] = OrderedDict()  # of those, by idempotency key
         self._taken: dict[int, _Taken] = {}
         self._newest = -1  # of those taken; looking through thousands would cost every request
 
     async def accept(
-        self, operation: Operation[Any], opened: Opened, user: User, seq_id: int | None
+        self,
+        operation: Operation[Any],
+        opened: Opened,
+        user: User,
+        seq_id: int | None,
+        key: str | None = None,
     ) -> Promise:
         """Journal a request and queue it; the promise is durable when this returns.
 
         Args:
             seq_id: Its number; None takes the next one, in order of arrival.
+            key: The idempotency key, by which a repeat is known that has no number.
 
         Raises:
             InvalidInputError: The request is refused, or its number was used for another one.
@@ -66,15 +77,22 @@ class Inbox:
         identity = operation.identity(opened)
         digest = await off_loop(len(identity), body_hash, operation.name, identity)
         newest = max(self.lane.queue.numbers.newest, self._newest)
-        if seq_id is None:
+        is_between = operation.is_unnumbered
+        if is_between:
+            seq_id = self._places.get(key, newest + 1) if key else newest + 1
+        elif seq_id is None:
             seq_id = newest + 1
+        else:
+            seq_id = self._numbering.place(seq_id)
         if (taken := self._taken.get(seq_id)) is not None:
             return await self._again(taken, digest, seq_id)
         if self.lane.queue.has_seen(seq_id):
             return await self._from_journal(digest, seq_id)
         self._check_number(seq_id, newest)
         # From the look above to here nothing waits, so no repeat slips in between.
-        with self._take(seq_id, digest) as taken:
+        with self._take(seq_id, digest, is_between=is_between) as taken:
+            if is_between and key:
+                self._places[key] = seq_id
             row, checked = await self._judged(operation, opened, user, seq_id, taken)
             self._deps.ends.ride()
             await asyncio.wrap_future(self._deps.store.journal.append(row))
@@ -88,11 +106,13 @@ class Inbox:
         return promise
 
     @contextmanager
-    def _take(self, seq_id: int, digest: bytes) -> Iterator[_Taken]:
+    def _take(self, seq_id: int, digest: bytes, *, is_between: bool) -> Iterator[_Taken]:
         """The number is taken from here on; it is free again if the trouble inside is our own."""
         deps, user_id = self._deps, self.lane.model.user_id
         deps.room.require()
         deps.open_work.require(user_id)
+        if is_between:
+            self._numbering.insert(seq_id)
         taken = self._taken[seq_id] = _Taken(digest, asyncio.get_running_loop().create_future())
         self._newest = max(self._newest, seq_id)
         self._trim()
@@ -102,15 +122,30 @@ class Inbox:
         except BaseException as exc:
             deps.open_work.end(user_id)
             deps.open_work.budgets.release(taken.reservation)
-            request_id = _request_id(self.lane.model, seq_id)
+            request_id = self._request_id(seq_id)
             deps.disk_quota.release(request_id)
             deps.disk_quota.release(result_name(request_id))
             # A copy: the exception itself holds the frames it passed, and with them the body.
             taken.accepted.set_result(copy.copy(exc) if isinstance(exc, Exception) else _cut_off())
             if not isinstance(exc, InvalidInputError):  # it may be sent again
                 self._taken.pop(seq_id, None)
+                if is_between:
+                    self._leave(seq_id)
                 self._newest = max(self._taken, default=-1)
             raise
+
+    def _leave(self, place: int) -> None:
+        """Give up the place of a request without a number; later ones may have moved by it."""
+        if self._newest == place:
+            self._numbering.take_back(place)
+        else:
+            self.lane.skip(place)
+        for key in [key for key, taken in self._places.items() if taken == place]:
+            del self._places[key]
+
+    def _request_id(self, seq_id: int) -> str:
+        ending = UNNUMBERED if seq_id in self._numbering else ""
+        return f"{self.lane.model.model_id}:{seq_id}{ending}"
 
     async def _judged(
         self, operation: Operation[Any], opened: Opened, user: User, seq_id: int, taken: _Taken
@@ -123,17 +158,22 @@ class Inbox:
         try:
             checked = await operation.check(opened, model, user, seq_id)
             body = operation.pack(opened, checked)
-            self._admit(_request_id(model, seq_id), len(body), operation.result_bytes(checked))
+            self._admit(self._request_id(seq_id), len(body), operation.result_bytes(checked))
             whose = model.user_id, user.key_id, model.model_id
             spends = operation.spends(checked, model)
             taken.reservation = self._deps.open_work.budgets.reserve(*whose, spends)
         except InvalidInputError as exc:
             checked, refused, body = exc, str(exc), b""
+        except ApiError as exc:
+            if not operation.is_unnumbered:
+                raise
+            # Requests after it have moved already: its place is used up, whatever the trouble.
+            checked, refused, body = InvalidInputError(str(exc)), str(exc), b""
         row = NewRow(
             model_id=model.model_id,
             seq_id=seq_id,
             kind=operation.name,
-            request_id=_request_id(model, seq_id),
+            request_id=self._request_id(seq_id),
             user_id=model.user_id,
             body=body,
             body_hash=taken.digest,
@@ -199,15 +239,13 @@ class Inbox:
             )
 
     def _trim(self) -> None:
+        while len(self._places) > MAX_KNOWN:
+            self._places.popitem(last=False)
         while len(self._taken) > MAX_KNOWN:
             oldest = next(iter(self._taken))
             if not self._taken[oldest].accepted.done():
                 return  # the journal does not know it yet, so a repeat must find it here
             del self._taken[oldest]
-
-
-def _request_id(model: Model, seq_id: int) -> str:
-    return f"{model.model_id}:{seq_id}"
 
 
 def _conflict(seq_id: int) -> SeqConflictError:

@@ -67,6 +67,8 @@ class Operation(ABC, Generic[Checked]):
     """It leaves no gathered gradients behind: a good moment for a snapshot."""
     part_of_step: ClassVar[str] = "save_time_s"
     """What its time counts as in the curves of a run, one of `curves.PARTS`."""
+    is_unnumbered: ClassVar[bool] = False
+    """Clients send it beside the calls that they number: it takes no number of theirs."""
     is_snapshot_forced: ClassVar[bool] = False
     """It depends on something that may be gone at a replay, so the state is saved right after."""
 

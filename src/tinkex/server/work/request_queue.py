@@ -8,6 +8,7 @@ a bound are kept in the journal alone. When a request runs is for the lane to sa
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -48,6 +49,39 @@ class SeqNumbers:
         """Go back to the number after a snapshot's."""
         assert snapshot_seq <= self.applied, f"a snapshot of {snapshot_seq}, ahead of {self}"
         self.next = snapshot_seq + 1
+
+
+class Numbering:
+    """Places in a model's order, where some requests stand between those that a client numbered.
+
+    A client numbers its calls, but not those sent beside its SDK (`Operation.is_unnumbered`). Such
+    a request takes the place behind all that have arrived, and every number after it moves by one.
+    Numbers before it keep their place, so a repeat finds what it repeats.
+    """
+
+    def __init__(self, places: Iterable[int] = ()) -> None:
+        """`places` of requests without a number, in order."""
+        self._first_moved: list[int] = []
+        self._places: set[int] = set()
+        for place in places:
+            self.insert(place)
+
+    def insert(self, place: int) -> None:
+        """Put a request without a number at a place, behind all others."""
+        self._first_moved.append(place - len(self._first_moved))
+        self._places.add(place)
+
+    def take_back(self, place: int) -> None:
+        """Undo the last `insert`."""
+        self._first_moved.pop()
+        self._places.remove(place)
+
+    def __contains__(self, place: int) -> bool:
+        return place in self._places
+
+    def place(self, number: int) -> int:
+        """The place of a client's number."""
+        return number + bisect_right(self._first_moved, number)
 
 
 class RequestQueue:

@@ -21,7 +21,14 @@ from tinkex.errors import InvalidInputError
 from tinkex.server.guard.budgets import NOTHING
 from tinkex.server.jobs.decode import TrainRequest
 from tinkex.server.jobs.score_cache import arrays_of
-from tinkex.server.jobs.teaching import Scores, Teaching, first_scored, score_job, scores_of
+from tinkex.server.jobs.teaching import (
+    Scores,
+    Teaching,
+    first_scored,
+    moved,
+    score_job,
+    scores_of,
+)
 from tinkex.server.process.problems import ApiError
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.futures import Promise
@@ -67,9 +74,10 @@ class Teachers:
         session = await self.open(teaching, user)
         scoring = _Scoring(self._deps, request, session, request_id)
         try:
-            teaching.scores = await scoring.run()
+            scores = await scoring.run()
         except ApiError as exc:
             raise InvalidInputError(str(exc), path=PATH) from exc
+        teaching.scores = moved(scores, request.data) if request.references else scores
         teaching.base_model = session.base_model
         teaching.num_computed, teaching.num_cached = scoring.num_computed, scoring.num_cached
         teaching.device_seconds = scoring.device_seconds
@@ -86,7 +94,8 @@ class _Scoring:
         request_id: str,
     ) -> None:
         self._deps, self._cache, self._session = deps, deps.teacher_scores, session
-        self._data, self._loss_fn, self._request_id = request.data, request.loss_fn, request_id
+        self._data, self._loss_fn = request.taught_from, request.loss_fn
+        self._request_id = request_id
         self._scores: list[Scores | None] = []
         self.num_computed = self.num_cached = 0
         self.device_seconds = 0.0

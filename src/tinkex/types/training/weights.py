@@ -5,6 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal, TypeAlias
 
+from tinkex.contract.bounds import Between
+from tinkex.contract.cost import NOTHING
 from tinkex.types.account.checkpoints import ParsedCheckpointTinkerPath
 from tinkex.types.account.console_urls import checkpoint_url, playground_url
 from tinkex.types.fields.bounds import (
@@ -21,8 +23,12 @@ from tinkex.types.fields.bounds import (
     listing,
 )
 from tinkex.types.fields.identifiers import ModelID
-from tinkex.types.fields.message import Request, Response, Texts
+from tinkex.types.fields.message import Listing, Request, Response, Texts
 from tinkex.types.training.optimizer import AdamOptimizerConfig, OptimizerConfig
+
+MAX_SOURCES = 16
+"""Checkpoints that one may be interpolated of."""
+Coefficient: TypeAlias = Annotated[float, Between(-1000.0, 1000.0, becomes=NOTHING)]
 
 SamplingClientKind: TypeAlias = Literal["snapshot", "inflight"]
 """Which weights a sampling client uses: those of its save for good, or the newest of its run.
@@ -175,6 +181,40 @@ class CopyWeightsResponse(Response):
     """Where the copy lies."""
 
     tinker_path: str
+
+
+class InterpolateCheckpointsRequest(Request):
+    """Make a checkpoint for sampling of others: the sum of their matrices, by MinT's call.
+
+    A and B of the new adapter are each the sum of the sources' times their coefficients. What they
+    change of the weights, B times A, is between the sources' changes exactly only where these share
+    an A or a B and the coefficients add up to 1; close by, for checkpoints of one run.
+    """
+
+    source_paths: Annotated[list[Path], *listing(MAX_SOURCES, 2)]
+    """2 to 16 checkpoints of one base model and one form."""
+    coefficients: Annotated[list[Coefficient], *listing(MAX_SOURCES, 2)]
+    """One for each source, in their order. They need not add up to 1."""
+    output_path: Name | None = None
+    """The name of the new checkpoint, in the run of the first source; made up where left out."""
+    output_checkpoint_type: Literal["sampler"] = "sampler"
+    """The only kind that it makes."""
+    type: Literal["mint_interpolate_checkpoints"] = "mint_interpolate_checkpoints"
+
+
+class InterpolateCheckpointsResponse(Response):
+    """The new checkpoint, and what it was made of."""
+
+    path: str
+    """Where the new checkpoint lies."""
+    checkpoint_type: Literal["sampler"] = "sampler"
+    source_paths: Listing[str]
+    """What it was made of."""
+    coefficients: Listing[float]
+    """How much each of them counts."""
+    has_rank_shards: bool = False
+    """Whether a server of MinT wrote files by rank beside it; ours writes one form."""
+    type: Literal["mint_interpolate_checkpoints"] = "mint_interpolate_checkpoints"
 
 
 class ExternalWeightsUrlsResponse(Response):
