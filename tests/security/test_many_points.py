@@ -26,9 +26,14 @@ def full(num_points: int = 500, stride: int = 1) -> Curve:
     return Curve(stride, list(numbers), list(numbers), list(numbers), num_points)
 
 
-async def run_of_many_curves(world: AppWorld) -> str:
+async def run_with(world: AppWorld, curves: dict[str, Curve]) -> str:
+    """A run whose curves are in the store, as after a restart."""
     model = await world.model(**ANN)
-    (await world.service.curves.of_run(model)).update({f"c{n}": full() for n in range(1000)})
+    stored = [
+        StoredCurve(model_id=model, name=name, stride=curve.stride, points=curve.packed())
+        for name, curve in curves.items()
+    ]
+    await world.service.store.call(world.service.store.curves.save, stored)
     return model
 
 
@@ -39,7 +44,8 @@ def num_points(curves: dict[str, Any]) -> int:
 async def test_a_page_is_sent_so_many_points_whatever_it_asks_by(tmp_path: Path) -> None:
     """Twenty-four small requests made two gigabytes of half a million points each."""
     async with open_app(tmp_path, api_keys=KEYS) as world:
-        runs = [await run_of_many_curves(world) for _ in range(2)]
+        curves = {f"c{n}": full() for n in range(1000)}
+        runs = [await run_with(world, curves) for _ in range(2)]
 
         async def told(path: str) -> Any:
             answer = await world.http.get(f"/console/api/{path}", headers=HEADERS)
@@ -89,11 +95,11 @@ async def test_segments_have_so_many_points_together(
 ) -> None:
     monkeypatch.setattr(segments, "MAX_JOINED", 1000)
     async with open_app(tmp_path, api_keys=KEYS) as world:
-        runs = [await world.model(number=0, **ANN) for _ in range(4)]
-        for number, run in enumerate(runs):
+        runs = []
+        for number in range(4):
             curve = full(900)
             curve.steps = [step + 900 * number for step in curve.steps]
-            (await world.service.curves.of_run(run))["c"] = curve
+            runs.append(await run_with(world, {"c": curve}))
         for number, (before, run) in enumerate(zip(runs, runs[1:], strict=False), start=1):
             answer = await world.http.put(
                 f"/tinkex/v1/runs/{run}",
@@ -107,18 +113,18 @@ async def test_segments_have_so_many_points_together(
         assert (steps == sorted(steps), steps[-1]) == (True, 3599)
 
 
-async def test_traces_are_made_in_turns(tmp_path: Path) -> None:
+async def test_traces_and_lists_without_pages_are_made_in_turns(tmp_path: Path) -> None:
     async with open_app(tmp_path, api_keys=KEYS) as world:
-        model = await world.model(**ANN)
-        url = (await world.call("GET", f"/training_runs/{model}/trace_export", 200))["url"]
+        run = f"/training_runs/{await world.model(**ANN)}"
+        url = (await world.call("GET", f"{run}/trace_export", 200))["url"]
         gate = world.parts.drawing
         for _ in range(gate.num_slots):
             await gate.acquire("bob")
-        asked = asyncio.create_task(world.http.get(url))
-        await soon(lambda: gate.num_waiting == 1)
-        assert not asked.done()
+        paths = (url, f"/api/v1{run}/checkpoints")
+        asked = [asyncio.create_task(world.http.get(path, headers=HEADERS)) for path in paths]
+        await soon(lambda: gate.num_waiting == 2)
         gate.release("bob")
-        assert (await asked).status_code == 200
+        assert [(await answer).status_code for answer in asked] == [200, 200]
 
 
 async def test_a_page_waits_for_room_like_every_answer(tmp_path: Path) -> None:

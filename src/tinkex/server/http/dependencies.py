@@ -55,7 +55,7 @@ class AppDependencies:
     reading: FairGate = field(default_factory=lambda: FairGate(READING_AT_ONCE))
     """Turns for parsing bodies of many parts."""
     drawing: FairGate = field(default_factory=lambda: FairGate(DRAWING_AT_ONCE))
-    """Turns for making traces and curves."""
+    """Turns for making traces, curves and lists without pages."""
     connections: ConnectionLimits | None = None
     """None where there is no socket, as in tests over an in-process transport."""
 

@@ -17,6 +17,7 @@ from fastapi import APIRouter, Depends, Header, Request, Response
 from fastapi.responses import RedirectResponse
 
 from tinkex import types
+from tinkex.server.fairness.gate import FairGate
 from tinkex.server.files.checkpoints import Shelf, checked_path, expiry_of
 from tinkex.server.guard.auth import Auth, CurrentUser
 from tinkex.server.guard.failed_logins import FailedLogins
@@ -50,11 +51,16 @@ async def list_all(
 
 
 @serve(router, "list_checkpoints")
-async def list_of_run(store: Store, user: User, run_id: Text) -> types.CheckpointsListResponse:
+async def list_of_run(
+    store: Store, drawing: FairGate, user: User, run_id: Text
+) -> types.CheckpointsListResponse:
+    """All of them: the call has no pages, so few are answered at a time."""
     model = await visible_run(store, run_id, user, with_public=True)
-    checkpoints = await store.call(store.checkpoints.of_run, model.model_id)
     mine = model.user_id == user.user_id
-    views = [checkpoint_view(c) for c in checkpoints if mine or c.public]
+    async with drawing.slot(user.user_id):
+        checkpoints = await store.call(store.checkpoints.of_run, model.model_id)
+        shown = [checkpoint for checkpoint in checkpoints if mine or checkpoint.public]
+        views = await asyncio.to_thread(lambda: list(map(checkpoint_view, shown)))
     return types.CheckpointsListResponse(checkpoints=views)
 
 
