@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,10 +13,12 @@ import fastapi.routing
 import pytest
 from app_world import AppWorld, open_app
 
+from tinkex.server import openapi
 from tinkex.store import Store
 
 TOKENS = [1, 2, 3, 4]
 KEY = "tml-ann"
+HEADERS = {"x-api-key": "tml-test"}
 
 
 async def test_a_bill_has_what_was_told_a_moment_ago(tmp_path: Path) -> None:
@@ -61,3 +65,22 @@ async def test_what_handlers_declare_is_read_before_the_first_request(
     for path in ("/api/v1/healthz", "/tinkex/v1/budgets", "/console/login", "/v1/models", "/none"):
         await app_world.http.get(path)
     assert read == []
+
+
+async def test_the_openapi_document_is_made_once_and_off_the_event_loop(
+    app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    describe = openapi._describe
+
+    def noted(*args: Any) -> None:
+        threads.append(threading.current_thread())
+        describe(*args)
+
+    monkeypatch.setattr(openapi, "_describe", noted)
+    asked = (app_world.http.get("/openapi.json", headers=HEADERS) for _ in range(3))
+    answers = await asyncio.gather(*asked)
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.content for answer in answers}) == 1
+    assert len(threads) == len(openapi.ENDPOINTS)
+    assert threading.current_thread() not in threads

@@ -6,9 +6,12 @@ from the same declarations that the checks do, for people, generators and fuzz t
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from pydantic import TypeAdapter
 
 from tinkex.wire.endpoints import ENDPOINTS, Endpoint
@@ -17,20 +20,34 @@ _REF = "#/components/schemas/{model}"
 
 
 def install(app: FastAPI) -> None:
-    """Add bodies and answers to the document that `app.openapi()` gives."""
-    generate = app.openapi
+    """Add bodies and answers to the document that `app.openapi()` gives.
+
+    It is made once, when it is first asked for, and off the event loop: that takes a tenth of a
+    second and more.
+    """
+    generate, making = app.openapi, threading.Lock()
 
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = generate()
-            schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            for endpoint in ENDPOINTS.values():
-                path = endpoint.path.replace(":path}", "}")
-                operation = document["paths"][path][endpoint.method.lower()]
-                _describe(operation, endpoint, schemas)
-        return app.openapi_schema or document
+        with making:
+            if app.openapi_schema is None:
+                document = generate()
+                schemas = document.setdefault("components", {}).setdefault("schemas", {})
+                for endpoint in ENDPOINTS.values():
+                    path = endpoint.path.replace(":path}", "}")
+                    operation = document["paths"][path][endpoint.method.lower()]
+                    _describe(operation, endpoint, schemas)
+            return app.openapi_schema or document
+
+    async def told(_: Request) -> Response:
+        content = await asyncio.to_thread(lambda: json.dumps(openapi()).encode())
+        return Response(content, media_type="application/json")
 
     app.openapi = openapi  # type: ignore[method-assign]
+    url = str(app.openapi_url)
+    app.router.routes[:] = [
+        route for route in app.router.routes if getattr(route, "path", "") != url
+    ]
+    app.add_route(url, told, include_in_schema=False)
 
 
 def _describe(operation: dict[str, Any], endpoint: Endpoint, schemas: dict[str, Any]) -> None:
