@@ -6,12 +6,14 @@ import asyncio
 import concurrent.futures
 import os
 import threading
+from typing import Any
 
 import pytest
 from patience import until
 
 from tinkex.client import futures
 from tinkex.client.futures import APIFuture, Waiting, spawn
+from tinkex.client.older_sdk import _asked_names
 from tinkex.errors import ResultTimeoutError, TinkerError
 
 
@@ -223,3 +225,14 @@ def test_a_loop_of_results_in_a_coroutine_reads_its_code_once() -> None:
     before = futures._step_after.cache_info().misses
     asyncio.run(one_by_one())
     assert futures._step_after.cache_info().misses == before + 1
+
+
+def test_code_with_empty_tuples_is_read_like_any_other() -> None:
+    """Every call that makes a client reads its caller's; a constant `()` ended it in an error."""
+
+    def program(make: Any) -> Any:
+        client, nothing = make(), ()
+        other = make(())
+        return client.result(), other, nothing
+
+    assert _asked_names(program.__code__) == {"client"}

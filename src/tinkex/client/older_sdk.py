@@ -139,6 +139,8 @@ class DirectFuture(APIFuture[T]):
 
 
 _CLIENT = "tinkex.client."
+_OF_ANOTHER = ("LOAD_METHOD", "LOAD_ATTR")
+"""Instructions that load what another value has."""
 _QUESTIONS = frozenset(
     "result result_async future coroutine exception status done cancel add_done_callback".split()
 )
@@ -169,7 +171,7 @@ def _is_asked_at_once(caller: FrameType) -> bool:
 
 
 def _is_question(step: dis.Instruction) -> bool:
-    return step.opname in ("LOAD_METHOD", "LOAD_ATTR") and step.argval in _QUESTIONS
+    return step.opname in _OF_ANOTHER and step.argval in _QUESTIONS
 
 
 # Reading a long function takes milliseconds.
@@ -182,8 +184,9 @@ def _asked_names(code: CodeType) -> frozenset[str]:
             continue
         if loaded is not None and _is_question(step):
             names.add(loaded)
-        is_load = "LOAD_" in step.opname and step.opname not in ("LOAD_METHOD", "LOAD_ATTR")
-        loaded = step.argval if is_load else None
+        # Of a constant the value is told, which may be a tuple too, and an empty one.
+        is_load = "LOAD_" in step.opname and "CONST" not in step.opname
+        loaded = step.argval if is_load and step.opname not in _OF_ANOTHER else None
         if isinstance(loaded, tuple):
             loaded = loaded[-1]
     return frozenset(name for name in names if isinstance(name, str))
