@@ -61,7 +61,11 @@ async def test_what_handlers_declare_is_read_before_the_first_request(
         read.append(kwargs.get("path"))
         return get_dependant(*args, **kwargs)
 
+    def compiled(*args: Any) -> Any:
+        raise AssertionError("a page is compiled when it is first asked for")
+
     monkeypatch.setattr(fastapi.routing, "get_dependant", noted)
+    monkeypatch.setattr("jinja2.Environment.compile", compiled)
     for path in ("/api/v1/healthz", "/tinkex/v1/budgets", "/console/login", "/v1/models", "/none"):
         await app_world.http.get(path)
     assert read == []

@@ -27,6 +27,7 @@ def install(app: FastAPI, parts: AppDependencies, chat_formats: ChatFormats) -> 
     )
     if parts.auth.is_open:  # one's own machine: what is sampled here is its user's to see
         parts.service.rollouts.open_to(OPEN_USER)
+    shell.compile_templates()
     for module in (shell, pages, run_pages, playground, launch_pages, server_page):
         app.include_router(module.router)
     # Whoever types the server's address into a browser looks for its pages.

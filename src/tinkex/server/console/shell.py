@@ -64,6 +64,12 @@ def byte_size(size: float) -> str:
 _templates.filters |= {"with_code": _with_code, "byte_size": byte_size}
 
 
+def compile_templates() -> None:
+    """Compile all pages: once in a process, and not on the event loop with the first request."""
+    for name in _templates.list_templates():
+        _templates.get_template(name)
+
+
 class PageRoute(APIRoute):
     """A page that needs a login sends there; any other failure is a page too."""
 
