@@ -22,7 +22,13 @@ from tinkex.server.console.resumption import (
 )
 from tinkex.server.console.shell import PageRoute, page
 from tinkex.server.console.source import age, console_of, source_of
-from tinkex.server.console.visitors import Changing, Visitor, form_values, leave_cookie
+from tinkex.server.console.visitors import (
+    Changing,
+    Visitor,
+    form_values,
+    leave_cookie,
+    owner_cookie,
+)
 from tinkex.server.http import inputs
 from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.http.handlers import answer
@@ -46,10 +52,6 @@ _REFUSED = (
     "Commands are started from the browser only by the person who runs this server, on their own "
     "machine: open the link that `tinkex console` prints. Elsewhere, type the command."
 )
-
-
-def owner_cookie(request: Request) -> str:
-    return f"tinkex_owner_{request.url.port or 0}"
 
 
 def may_start(request: Request) -> bool:

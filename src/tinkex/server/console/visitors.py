@@ -88,9 +88,19 @@ Visitor = Annotated[User, Depends(visitor)]
 AdminVisitor = Annotated[User, Depends(admin_visitor)]
 
 
+def owner_cookie(request: Request) -> str:
+    """The cookie of the person who runs a server without keys."""
+    return f"tinkex_owner_{request.url.port or 0}"
+
+
 def form_token(request: Request) -> str:
-    """The token that a form of this visitor must carry."""
-    who = (_cookie(request) or "open").encode()
+    """The token that a form of this visitor must carry.
+
+    Without keys everybody on this machine is the same user: the owner's forms have a token that
+    nobody else is given, or a page on another port of this host could send them in the owner's name.
+    """
+    cookies = [_cookie(request) or "open", request.cookies.get(owner_cookie(request), "")]
+    who = "\0".join(cookies).encode("utf-8", "replace")
     return hmac.new(_FORM_SECRET, who, hashlib.blake2b).hexdigest()[:40]
 
 
