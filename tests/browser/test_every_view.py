@@ -29,8 +29,13 @@ NO_PAGES = {
     "/console/runs/{run_id}/metrics.{kind}": "a file",
     "/console/runs/{run_id}/trace": "a file",
 }
+CUT_TABLES = (
+    "[...document.querySelectorAll('main .scroll')].filter((box) => "
+    "box.offsetParent && box.scrollWidth > box.clientWidth).map((box) => box.textContent)"
+)
+"""Tables of which a part is out of sight."""
 VIEWS = {
-    "/console": ("", "?view=settings", "?q=no-such-run"),
+    "/console": ("", "?view=settings", "?view=folders", "?q=no-such-run"),
     "/console/login": ("/login",),
     "/console/runs/{run_id}": ("/runs/{run}", "/runs/no-such-run"),
     "/console/runs/{run_id}/rollouts": ("/runs/{run}/rollouts",),
@@ -95,6 +100,8 @@ def _look(page: Any, address: str) -> None:
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= width, (address, width)
+        if width == min(WIDTHS):
+            assert page.evaluate(CUT_TABLES) == [], address
         if AXE is not None:
             check_access(page)
 

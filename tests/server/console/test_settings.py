@@ -64,7 +64,7 @@ async def test_runs_are_called_equal_only_when_all_settings_are_known(folders: P
     """The page once said that runs with other losses and learning rates were started alike."""
     assert "None: all 1 settings of these runs are equal" in await _compared(folders, "a", "b")
     differing = await _compared(folders, "a", "b", "c")
-    assert '<td class="break differs">0.0005</td>' in differing
+    assert 'class="break long differs">0.0005</td>' in differing
     assert "are equal" not in differing
     silent = await _compared(folders, "a", "d")
     assert "are equal" not in silent
@@ -92,8 +92,8 @@ async def test_the_table_of_settings_is_sorted_and_marks_what_differs(folders: P
     assert small.index(">c</a></th>") < small.index(">a</a></th>")
     assert page.index(">d</a></th>") > max(names), "a run that says nothing comes last"
     assert small.index(">d</a></th>") > small.index(">a</a></th>")
-    assert '<td class="differs">0.0005</td>' in page
-    assert '<td class="unknown">unknown</td>' in page
+    assert '<td class="long differs" data-label="lr">0.0005</td>' in page
+    assert '<td class="long unknown" data-label="lr">unknown</td>' in page
 
 
 def test_ten_compared_runs_have_ten_hues():

@@ -12,10 +12,11 @@ import hashlib
 import json
 import math
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ _REASONS = {
     "stopped": "ended before its last step",
     "finished": "",
 }
+_ID = re.compile(r"[0-9a-f]{16}")
 _MODELS = ("model", "model_name", "base_model")
 _TOKENS = ("num_tokens", "tokens", "num_loss_tokens")
 
@@ -151,12 +153,14 @@ class Folder:
 
 
 class FolderRuns(Source):
-    """All runs under one folder, for the pages."""
+    """All runs under one folder, for the pages, and those that have a name elsewhere."""
 
     is_local = True
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, named: Callable[[], Mapping[str, Path]] = dict) -> None:
         self._root = root
+        self._named = named
+        self._names: dict[Path, str] = {}
         self._found: dict[str, Path] = {}
         self._looked_at = -math.inf
         self._open: OrderedDict[str, Folder] = OrderedDict()
@@ -188,7 +192,7 @@ class FolderRuns(Source):
 
     def _fits(self, query: Query, path: Path, model: str, moment: float) -> bool:
         """Whether a folder is among the runs asked for; it has no tags and is in no project."""
-        searched = f"{path.relative_to(self._root)} {model}".lower()
+        searched = f"{self._name(path)} {model}".lower()
         return (
             query.search.lower() in searched
             and query.model in ("", model)
@@ -246,6 +250,7 @@ class FolderRuns(Source):
             "color": color_of(run_id),
             "base_model": _first(config, _MODELS),
             "rank": _first(config, ("rank", "lora_rank")),
+            "folder": str(folder.path),
             "created_at": written,
             "age": age(written),
             "status": status,
@@ -253,7 +258,9 @@ class FolderRuns(Source):
         }
 
     def _name(self, path: Path) -> str:
-        return path.name if path == self._root else str(path.relative_to(self._root))
+        if path == self._root:
+            return path.name
+        return self._names.get(path) or str(path.relative_to(self._root))
 
     async def run(self, user: User | None, run_id: str) -> dict[str, Any]:
         return await asyncio.to_thread(self._run, run_id)
@@ -274,8 +281,13 @@ class FolderRuns(Source):
                 if isinstance(line.get(field), str)
             ],
             "resume": resume(paths[-1]["state_path"]) if paths else "",
-            "folder": str(folder.path),
         }
+
+    def has(self, run_id: str) -> bool:
+        """Whether it is a run of these; no folder is looked at for what cannot be one. Blocks."""
+        if run_id not in self._found and _ID.fullmatch(run_id):
+            self._look()
+        return run_id in self._found
 
     async def check(self, user: User | None, run_id: str) -> None:
         await asyncio.to_thread(self._folder, run_id)
@@ -301,13 +313,19 @@ class FolderRuns(Source):
             path = Path(folder)
             # A file: a link to nowhere has a name too, and a pipe would be waited for.
             if METRICS in files and (path / METRICS).is_file():
-                found[_id_of(path.relative_to(self._root))] = path
+                found[self._id(path)] = path
             if len(path.relative_to(self._root).parts) >= MAX_DEPTH:
                 folders.clear()
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             if len(found) >= MAX_RUNS:
                 break
-        self._found = found
+        names = {path: name for name, path in self._named().items() if (path / METRICS).is_file()}
+        self._names = names
+        self._found = {**found, **{self._id(path): path for path in names}}
+
+    def _id(self, path: Path) -> str:
+        inside = path.relative_to(self._root) if path.is_relative_to(self._root) else path
+        return hashlib.blake2b(str(inside).encode(), digest_size=8).hexdigest()
 
     def _folder(self, run_id: str) -> Folder:
         if run_id not in self._found:
@@ -351,10 +369,6 @@ def _checkpoint(path: str, step: Any) -> dict[str, Any]:
         "expires_at": None,
         "expires": "",
     }
-
-
-def _id_of(path: Path) -> str:
-    return hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

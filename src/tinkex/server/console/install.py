@@ -10,6 +10,7 @@ from fastapi.responses import RedirectResponse
 from tinkex.server.compat.chat_formats import ChatFormats
 from tinkex.server.console import launch_pages, pages, playground, run_pages, server_page, shell
 from tinkex.server.console.launcher import Launcher
+from tinkex.server.console.owners_runs import OwnersRuns
 from tinkex.server.console.server_runs import ServerRuns
 from tinkex.server.console.source import ConsoleDependencies
 from tinkex.server.guard.auth import OPEN_USER
@@ -21,9 +22,16 @@ LOCAL = "local"
 
 def install(app: FastAPI, parts: AppDependencies, chat_formats: ChatFormats) -> None:
     """Mount the pages; sets `console` on `app.state`."""
-    runs = ServerRuns(parts.service, chat_formats)
+    runs, launcher = ServerRuns(parts.service, chat_formats), _launcher(parts)
+    owners = OwnersRuns(runs, launcher.folder) if launcher is not None else None
     app.state.console = ConsoleDependencies(
-        runs, parts.auth, parts.failed_logins, parts.quotas, _launcher(parts), parts.drawing
+        runs,
+        parts.auth,
+        parts.failed_logins,
+        parts.quotas,
+        launcher,
+        parts.drawing,
+        owners,
     )
     if parts.auth.is_open:  # one's own machine: what is sampled here is its user's to see
         parts.service.rollouts.open_to(OPEN_USER)

@@ -27,6 +27,7 @@ from tinkex.server.console.visitors import (
     Visitor,
     form_values,
     leave_cookie,
+    may_start,
     owner_cookie,
 )
 from tinkex.server.http import inputs
@@ -52,17 +53,6 @@ _REFUSED = (
     "Commands are started from the browser only by the person who runs this server, on their own "
     "machine: open the link that `tinkex console` prints. Elsewhere, type the command."
 )
-
-
-def may_start(request: Request) -> bool:
-    """Whether this visitor is the person in whose name this server may start programs."""
-    console = console_of(request)
-    if console.launcher is None:
-        return False
-    if not console.launcher.needs_token:
-        return source_of(request).is_local or bool(request.state.is_admin)
-    # The first key makes it a server for several people.
-    return console.auth.is_open and is_owner(request.cookies.get(owner_cookie(request)))
 
 
 def _launcher(request: Request) -> Launcher:
@@ -171,7 +161,7 @@ async def resumable_folder(request: Request, run: dict[str, Any]) -> Path | None
     launcher = console_of(request).launcher
     if launcher is None or not may_start(request) or run["status"] not in _ENDED:
         return None
-    if source_of(request).is_local:
+    if "folder" in run:
         folder = Path(run["folder"]).resolve()
         return folder if await asyncio.to_thread(is_resumable, folder) else None
     log_dir, run_ids = run["settings"].get("log_dir"), run["segments"]

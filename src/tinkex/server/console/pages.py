@@ -10,7 +10,7 @@ from fastapi.responses import RedirectResponse
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.console.shell import PageRoute, confirmation, page
-from tinkex.server.console.source import SETTINGS_PAGE, file_stem, source_of
+from tinkex.server.console.source import SETTINGS_PAGE, console_of, file_stem
 from tinkex.server.console.visitors import Changing, Visitor, log_in, log_out, put_off
 from tinkex.server.files.checkpoints import parse_path
 from tinkex.server.guard.auth import is_token
@@ -111,7 +111,7 @@ async def delete_runs(
     confirmed: Confirmed = "",
 ) -> Response:
     """Delete runs of the visitor's own for good; those that cannot go are named."""
-    found = [await source_of(request).run(user, run_id) for run_id in dict.fromkeys(runs)]
+    found = [await console_of(request).source.run(user, run_id) for run_id in dict.fromkeys(runs)]
     if not confirmed:
         names = ", ".join(run["name"] for run in found)
         question = f"Delete {len(found)} run{'s' if len(found) != 1 else ''}?"
@@ -147,7 +147,7 @@ async def download(
 @router.get("/runs/{run_id}/trace")
 async def trace(request: Request, user: Visitor, run_id: inputs.Text) -> Response:
     """The timeline of a run of the visitor's own, for ui.perfetto.dev."""
-    found = await source_of(request).run(user, run_id)
+    found = await console_of(request).source.run(user, run_id)
     service = service_of(request)
     model = await service.store.call(service.store.models.get, found["run_id"])
     assert model is not None
@@ -165,7 +165,7 @@ async def agree(
     keep: Annotated[bool, Form()] = False,
 ) -> Response:
     """Have one's answers kept for a while, or no longer, which drops what is kept."""
-    await source_of(request).check(user, run)
+    await console_of(request).source.check(user, run)
     service_of(request).rollouts.agree(user.user_id, keep)
     return RedirectResponse(f"/console/runs/{run}/rollouts", status_code=303)
 
@@ -185,7 +185,7 @@ async def describe_run(
     A name and tags that are sent back as they were shown stay what they were: those of the run's
     session do not become its own.
     """
-    shown = await source_of(request).run(user, run)
+    shown = await console_of(request).source.run(user, run)
     service = service_of(request)
     model = await service.store.call(service.store.models.get, shown["run_id"])
     assert model is not None

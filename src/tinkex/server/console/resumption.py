@@ -58,6 +58,12 @@ def _folders_of_run(log_dir: object, run_ids: Collection[str], base: Path) -> It
             yield folder
 
 
+def named_folders() -> dict[str, Path]:
+    """The log folders of this user that have a name, wherever they were trained."""
+    names = read_record(state_folder() / RUN_NAMES)
+    return {name: Path(path) for name, path in names.items() if isinstance(path, str)}
+
+
 def is_resumable(folder: Path) -> bool:
     """Whether the folder says how its run was started, has a checkpoint, and is not at its end."""
     if not (_is_safe(folder) and _is_safe(folder / COMMAND)):
@@ -69,9 +75,9 @@ def is_resumable(folder: Path) -> bool:
 
 def _candidates(log_dir: str, base: Path) -> Iterator[Path]:
     yield (base / log_dir).resolve()
-    for path in read_record(state_folder() / RUN_NAMES).values():
-        if isinstance(path, str) and Path(path).name == Path(log_dir).name:
-            yield Path(path)
+    for path in named_folders().values():
+        if path.name == Path(log_dir).name:
+            yield path
 
 
 def _is_safe(path: Path) -> bool:

@@ -69,8 +69,11 @@ def _eyes(request: Request, user: User) -> User | None:
 async def _runs(request: Request, user: User, query: sources.Query) -> dict[str, Any]:
     if query.everyone and not request.state.is_admin:
         raise ApiError(403, "The runs of others are shown to administrators.")
-    found = await source_of(request).page(user, query)
-    return {**found, "page": query.page}
+    source = source_of(request)
+    if query.view == "folders" and not source.has_folders:
+        query = query.model_copy(update={"view": ""})
+    found = await source.page(user, query)
+    return {**found, "page": query.page, "query": query}
 
 
 Asked = Annotated[sources.Query, Query()]
@@ -79,6 +82,7 @@ Asked = Annotated[sources.Query, Query()]
 @router.get("")
 async def runs_page(request: Request, user: Visitor, query: Asked) -> Response:
     found = await _runs(request, user, query)
+    query = found["query"]
     if query.view == "settings":
         found["runs"] = sort_runs(found["runs"], query.by, down=query.down)
         found["settings"] = await asyncio.to_thread(settings_view, found["runs"])
@@ -86,7 +90,7 @@ async def runs_page(request: Request, user: Visitor, query: Asked) -> Response:
         request,
         "settings.html" if query.view == "settings" else "runs.html",
         user,
-        query=query,
+        has_folders=source_of(request).has_folders,
         sorts=sources.SORTS,
         statuses=sources.STATUSES,
         **found,
@@ -95,7 +99,8 @@ async def runs_page(request: Request, user: Visitor, query: Asked) -> Response:
 
 @router.get("/api/runs")
 async def runs_json(request: Request, user: Visitor, query: Asked) -> Response:
-    return answer(await _runs(request, user, query))
+    found = await _runs(request, user, query)
+    return answer({name: value for name, value in found.items() if name != "query"})
 
 
 @router.get("/runs/{run_id}")
@@ -111,7 +116,7 @@ async def run_page(request: Request, user: Visitor, run_id: inputs.Text) -> Resp
 
 def _head_facts(request: Request, user: User, run: dict[str, Any]) -> dict[str, Any]:
     """The facts of `run_head.html`, which all pages of a run begin with."""
-    is_mine = not source_of(request).is_local and run["owner"] == user.user_id
+    is_mine = "folder" not in run and run["owner"] == user.user_id
     return {"run": run, "is_mine": is_mine}
 
 
@@ -120,7 +125,7 @@ async def _resuming(request: Request, run: dict[str, Any]) -> dict[str, Any]:
     if (folder := await resumable_folder(request, run)) is not None:
         return {"resume_command": line(resume_arguments(folder)), "may_resume": True}
     log_dir = run["settings"].get("log_dir")
-    is_elsewhere = not source_of(request).is_local and isinstance(log_dir, str) and run["resume"]
+    is_elsewhere = "folder" not in run and isinstance(log_dir, str) and run["resume"]
     return {"resume_command": resume_command(log_dir) if is_elsewhere else "", "may_resume": False}
 
 

@@ -56,8 +56,8 @@ class Query(BaseModel):
     sort: Literal["newest", "oldest", "active"] = "newest"
     everyone: bool = False
     """Of all users, for administrators."""
-    view: Literal["", "settings"] = ""
-    """A list with curves, or a table of the runs' settings."""
+    view: Literal["", "settings", "folders"] = ""
+    """A list with curves, a table of the runs' settings, or the runs of folders on this disk."""
     by: Text = ""
     """The setting that the table is sorted by."""
     down: bool = False
@@ -84,6 +84,8 @@ class Query(BaseModel):
 class Source(Protocol):
     is_local: bool
     """Folders of the visitor's own: there is nothing to change and nobody to ask."""
+    has_folders: bool = False
+    """Beside a server's runs there are folders on this disk."""
 
     @property
     def is_ending(self) -> bool:
@@ -92,7 +94,8 @@ class Source(Protocol):
     async def page(self, user: User, query: Query) -> dict[str, Any]:
         """`runs` of one page, their `total`, `pages`, and the `models` and `projects` there are.
 
-        Each run has its `settings` and `tells_settings` where the table of settings is asked for.
+        Each run has its `settings` and `tells_settings` where the table of settings is asked for,
+        and its `folder` where it is one.
         """
         ...
 
@@ -153,6 +156,8 @@ class ConsoleDependencies:
     """None where nobody may start programs from a browser."""
     drawing: FairGate = field(default_factory=lambda: FairGate(2))
     """Turns for what is made of very many points."""
+    owners: Source | None = None
+    """What the person who runs the server is shown instead."""
 
 
 def console_of(request: Request) -> ConsoleDependencies:
@@ -161,7 +166,10 @@ def console_of(request: Request) -> ConsoleDependencies:
 
 
 def source_of(request: Request) -> Source:
-    return console_of(request).source
+    """The runs that this visitor is shown; whose they are, each call asks by itself."""
+    console = console_of(request)
+    is_owner = getattr(request.state, "is_owner", False)
+    return console.owners if is_owner and console.owners is not None else console.source
 
 
 def number_in(value: Any) -> float | None:

@@ -18,6 +18,7 @@ from tinkex.server.guard.auth import TOKEN_TTL_S, address_of, credential_of
 from tinkex.server.guard.origin import check_same_site
 from tinkex.server.http.bodies import PAGE_BYTES, let_go, reserve_answer
 from tinkex.server.http.dependencies import dependencies_of
+from tinkex.server.process.owner import is_owner
 from tinkex.server.process.problems import ApiError
 from tinkex.store import User
 
@@ -53,6 +54,7 @@ async def visitor(request: Request) -> User:
     console = console_of(request)
     user = await console.auth.user_of(_cookie(request))
     request.state.is_admin = await console.auth.is_admin(_cookie(request))
+    request.state.is_owner = may_start(request)
     request.state.visitor = user
     request.scope["tinkex.user"] = user.user_id
     if console.quotas is not None:
@@ -88,6 +90,17 @@ Visitor = Annotated[User, Depends(visitor)]
 AdminVisitor = Annotated[User, Depends(admin_visitor)]
 
 
+def may_start(request: Request) -> bool:
+    """Whether this visitor is the person in whose name this server may start programs."""
+    console = console_of(request)
+    if console.launcher is None:
+        return False
+    if not console.launcher.needs_token:
+        return console.source.is_local or bool(request.state.is_admin)
+    # The first key makes it a server for several people.
+    return console.auth.is_open and is_owner(request.cookies.get(owner_cookie(request)))
+
+
 def owner_cookie(request: Request) -> str:
     """The cookie of the person who runs a server without keys."""
     return f"tinkex_owner_{request.url.port or 0}"
@@ -96,8 +109,9 @@ def owner_cookie(request: Request) -> str:
 def form_token(request: Request) -> str:
     """The token that a form of this visitor must carry.
 
-    Without keys everybody on this machine is the same user: the owner's forms have a token that
-    nobody else is given, or a page on another port of this host could send them in the owner's name.
+    Without keys everybody on this machine is the same user. The owner's forms have a token that
+    nobody else is given: a page on another port of this host could send them otherwise, since the
+    browser sends the owner's cookie to every port.
     """
     cookies = [_cookie(request) or "open", request.cookies.get(owner_cookie(request), "")]
     who = "\0".join(cookies).encode("utf-8", "replace")

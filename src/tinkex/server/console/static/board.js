@@ -126,10 +126,10 @@ class Board {
     }
     const body = table.createTBody();
     for (const name of names.sort(byInterest)) {
-      const values = this.lasts(name).map((value) => made("td", { class: "num" }, value === undefined ? "–" : exact(value)));
+      const values = this.lasts(name).map((value, at) => made("td", { class: "num long", "data-label": this.runs[at].name }, value === undefined ? "–" : exact(value)));
       body.insertRow().append(made("th", { scope: "row" }, name), ...values);
     }
-    const box = made("details", { class: "section constants" }, made("summary", {}, "Constant", made("span", { class: "count" }, ` ${names.length}`)), made("div", { class: "scroll narrow card", tabindex: "0" }, table));
+    const box = made("details", { class: "section constants" }, made("summary", {}, "Constant", made("span", { class: "count" }, ` ${names.length}`)), made("div", { class: `scroll narrow card${this.runs.length > 1 ? " cards" : ""}`, tabindex: "0" }, table));
     return [box];
   }
 
