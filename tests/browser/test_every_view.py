@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from chromium import AXE, check_access, expect, needs_chromium, open_page, until
+from patience import PATIENCE_S
 from toy_runs import train_runs
 
 from tinkex.server.console import launch_pages, pages, playground, run_pages, server_page
@@ -69,7 +70,9 @@ def world(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         token = json.loads(file.read_text())["owner_token"]
         runs = train_runs(base_url)
         told = {"name": "<b>bold</b>", "note": "A note.", "tags": ["one", "two"]}
-        httpx.put(f"{base_url}/tinkex/v1/runs/{runs[0].run_id}", json=told).raise_for_status()
+        httpx.put(
+            f"{base_url}/tinkex/v1/runs/{runs[0].run_id}", json=told, timeout=PATIENCE_S
+        ).raise_for_status()
         yield SimpleNamespace(base_url=base_url, token=token, runs=runs)
 
 

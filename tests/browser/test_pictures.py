@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 from chromium import needs_chromium, open_page, picture, until
+from patience import PATIENCE_S
 from toy_runs import train_runs
 
 pytestmark = needs_chromium
@@ -43,7 +44,7 @@ def world(start_server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
 
 
 def _describe(base_url: str, runs: list[SimpleNamespace]) -> None:
-    with httpx.Client(base_url=base_url) as client:
+    with httpx.Client(base_url=base_url, timeout=PATIENCE_S) as client:
         for index, run in enumerate(runs):
             rate, is_rl = (2e-4, 1e-3)[index % 2], index < 2
             settings = {"learning_rate": rate, "schedule": "constant" if is_rl else "linear"}

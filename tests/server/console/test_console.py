@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from perfetto_slices import perfetto_slices
 from visits import HOSTILE, token_of, visitor
 
@@ -46,21 +47,25 @@ def world(start_server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
 
 
 def test_a_stranger_is_sent_to_the_login(world):
-    answer = httpx.get(f"{world.base_url}/console")
+    answer = httpx.get(f"{world.base_url}/console", timeout=PATIENCE_S)
     assert (answer.status_code, answer.headers["location"]) == (303, "/console/login")
-    assert httpx.get(f"{world.base_url}/console/api/runs").status_code == 401
-    assert httpx.get(world.base_url).headers["location"] == "/console"
+    assert httpx.get(f"{world.base_url}/console/api/runs", timeout=PATIENCE_S).status_code == 401
+    assert httpx.get(world.base_url, timeout=PATIENCE_S).headers["location"] == "/console"
 
 
 def test_a_wrong_key_is_told_and_leaves_no_cookie(world):
-    answer = httpx.post(f"{world.base_url}/console/login", data={"key": "tml-wrong"})
+    answer = httpx.post(
+        f"{world.base_url}/console/login", data={"key": "tml-wrong"}, timeout=PATIENCE_S
+    )
     assert answer.status_code == 401
     assert "unknown here" in answer.text
     assert not answer.cookies
 
 
 def test_the_cookie_is_out_of_reach_of_scripts_and_other_sites(world):
-    answer = httpx.post(f"{world.base_url}/console/login", data={"key": "tml-ann"})
+    answer = httpx.post(
+        f"{world.base_url}/console/login", data={"key": "tml-ann"}, timeout=PATIENCE_S
+    )
     cookie = answer.headers["set-cookie"].lower()
     assert "httponly" in cookie
     assert "samesite=strict" in cookie
@@ -220,7 +225,7 @@ def test_another_user_cannot_change_a_checkpoint(world):
 
 
 def test_only_files_of_the_console_are_served(world):
-    with httpx.Client(base_url=world.base_url) as client:
+    with httpx.Client(base_url=world.base_url, timeout=PATIENCE_S) as client:
         assert client.get("/console/static/console.css").status_code == 200
         for name in ("..%2fpages.py", "pages.py", "%2e%2e/pages.py", "nothing.js"):
             assert client.get(f"/console/static/{name}").status_code == 404
@@ -240,7 +245,7 @@ def test_a_link_with_a_token_logs_in(world):
     answer = httpx.post(
         f"{world.base_url}/api/v1/auth/token", headers={"X-API-Key": "tml-ann"}, json={}
     )
-    with httpx.Client(base_url=world.base_url, follow_redirects=True) as client:
+    with httpx.Client(base_url=world.base_url, follow_redirects=True, timeout=PATIENCE_S) as client:
         page = client.get("/console/enter", params={"token": answer.json()["jwt"]})
         assert page.url.path == "/console"
         assert world.run_id in page.text

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from visits import HOSTILE, token_of
 
 import tinkex
@@ -33,7 +34,7 @@ def world(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
                     training.log_settings(settings).result()
                 training.save_weights_for_sampler("final").result()
                 runs.append(training.model_id)
-        with httpx.Client(base_url=base_url, follow_redirects=True) as client:
+        with httpx.Client(base_url=base_url, follow_redirects=True, timeout=PATIENCE_S) as client:
             yield SimpleNamespace(client=client, runs=runs)
 
 
@@ -162,7 +163,7 @@ def test_a_form_sent_back_as_it_was_shown_changes_nothing(start_server: Any, tmp
         how = {"display_name": "night", "tags": ["a", "b, c"]}
         with tinkex.ServiceClient(base_url=base_url, **how) as service:
             run = service.create_lora_training_client("toy", rank=4).model_id
-        with httpx.Client(base_url=base_url, follow_redirects=True) as client:
+        with httpx.Client(base_url=base_url, follow_redirects=True, timeout=PATIENCE_S) as client:
             form = {"form_token": token_of(client.get("/console").text), "run": run}
             form |= {"name": "night", "note": "mine", "tags": "a, b, c"}
             assert client.post("/console/describe", data=form).is_success
@@ -203,7 +204,7 @@ def test_the_command_line_and_the_console_tell_the_same_state(
         assert told.value.status_code == 410
         listed = rest.list_training_runs().result().training_runs
         of_rest = {run.name: run.state for run in listed}
-        rows = httpx.get(f"{base_url}/console/api/runs").json()["runs"]
+        rows = httpx.get(f"{base_url}/console/api/runs", timeout=PATIENCE_S).json()["runs"]
         assert {row["name"]: row["status"] for row in rows} == of_rest
         assert of_rest == {
             "success": "finished",
@@ -220,7 +221,9 @@ def test_the_command_line_and_the_console_tell_the_same_state(
         assert {run["name"]: run["state"] for run in runs} == of_rest
         for state in ("finished", "stopped", "failed", "idle"):
             query = {"status": state}
-            page = httpx.get(f"{base_url}/console/api/runs", params=query).json()["runs"]
+            page = httpx.get(
+                f"{base_url}/console/api/runs", params=query, timeout=PATIENCE_S
+            ).json()["runs"]
             expected = {name for name, one in of_rest.items() if one == state}
             assert {row["name"] for row in page} == expected, "the filter has the same words"
 
@@ -234,5 +237,5 @@ def test_a_console_url_is_a_page_of_the_right_server(start_server: Any, tmp_path
             urls += [service.get_console_url(), training.get_console_url()]
             for url in urls:
                 assert url.startswith(base_url), url
-                answer = httpx.get(url, follow_redirects=True)
+                answer = httpx.get(url, follow_redirects=True, timeout=PATIENCE_S)
                 assert (answer.status_code, "Tinkex" in answer.text) == (200, True), url

@@ -86,7 +86,7 @@ def _owner_token(world: SimpleNamespace) -> str:
 
 def test_on_an_open_server_only_its_owner_starts_commands(world: SimpleNamespace):
     """Everybody on this machine reaches it; a recipe reads files in the name of its owner."""
-    with httpx.Client(base_url=world.base_url, follow_redirects=True) as client:
+    with httpx.Client(base_url=world.base_url, follow_redirects=True, timeout=PATIENCE_S) as client:
         page = client.get("/console/start/sft")
         assert "this server starts no commands for its visitors" in page.text
         form = {"form_token": token_of(page.text), "data": "missing.jsonl", "rank": "4"}
@@ -134,7 +134,7 @@ def test_another_tenant_and_an_administrator_get_the_command(
     key = "tml-admin-0123456789abcdef"
     with (
         start_server(tmp_path, "--engine", "toy", "--api-key", key) as base_url,
-        httpx.Client(base_url=base_url, headers={"X-API-Key": key}) as client,
+        httpx.Client(base_url=base_url, headers={"X-API-Key": key}, timeout=PATIENCE_S) as client,
     ):
         page = client.get("/console/start/rl").text
         assert "this server starts no commands for its visitors" in page
@@ -152,7 +152,7 @@ def test_a_checkpoint_is_exported_from_the_browser(world: SimpleNamespace, tmp_p
     with tinkex.ServiceClient(base_url=world.base_url) as service:
         training = service.create_lora_training_client("toy", rank=4)
         path = training.save_weights_for_sampler("final").result().path
-    with httpx.Client(base_url=world.base_url, follow_redirects=True) as client:
+    with httpx.Client(base_url=world.base_url, follow_redirects=True, timeout=PATIENCE_S) as client:
         client.get("/console/owner", params={"token": _owner_token(world)})
         form = {"form_token": token_of(client.get("/console").text), "path": path}
         form["output"] = str(tmp_path / "adapter")
@@ -324,7 +324,7 @@ def test_a_servers_run_is_resumed_by_its_owner_alone(world: SimpleNamespace, tmp
         path = training.save_state("a").result().path
         run = training.model_id
     folder = _log_folder(tmp_path / "logs", path)
-    with httpx.Client(base_url=world.base_url, follow_redirects=True) as client:
+    with httpx.Client(base_url=world.base_url, follow_redirects=True, timeout=PATIENCE_S) as client:
         page = client.get(f"/console/runs/{run}").text
         assert f"tinkex train resume {folder}" in page, "the command is shown"
         assert "<button>Resume</button>" not in page

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from patience import PATIENCE_S
 from visits import token_of
 
 import tinkex
@@ -26,15 +27,19 @@ def world(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     cookbook.mkdir(parents=True)
     (cookbook / "metrics.jsonl").write_text('{"step": 0, "env/all/reward/total": 0.25}\n')
     (cookbook / "rollouts.jsonl").write_text(json.dumps(ANSWER) + "\n")
-    with contextlib.chdir(folder), start_server(folder, "--engine", "toy") as base_url:
+    with contextlib.ExitStack() as stack:
+        with contextlib.chdir(folder):  # the server looks for runs/ where it was started
+            base_url = stack.enter_context(start_server(folder, "--engine", "toy"))
         [file] = folder.rglob("serving/*.json")
         token = json.loads(file.read_text())["owner_token"]
-        with (
-            httpx.Client(base_url=base_url, follow_redirects=True) as owner,
-            httpx.Client(base_url=base_url, follow_redirects=True) as other,
-        ):
-            owner.get("/console/owner", params={"token": token})
-            yield SimpleNamespace(base_url=base_url, folder=folder, owner=owner, other=other)
+        owner, other = (
+            stack.enter_context(
+                httpx.Client(base_url=base_url, follow_redirects=True, timeout=PATIENCE_S)
+            )
+            for _ in range(2)
+        )
+        owner.get("/console/owner", params={"token": token})
+        yield SimpleNamespace(base_url=base_url, folder=folder, owner=owner, other=other)
 
 
 def _folder_run(world: SimpleNamespace) -> dict[str, Any]:
