@@ -62,6 +62,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "describe_run": ("r",),
     "delete_run": ("r",),
     "estimate": ("m",),
+    "interpolate_checkpoints": ([PATH, PATH], [0.5, 0.5]),
     "external_weights_upload_start": ("m", types.LoraConfig(rank=4)),
     "external_weights_upload_finish": ("u",),
     "search_checkpoints": (types.CheckpointSearchRequest(),),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,21 +44,20 @@ class AppWorld(Caller):
         assert await self.service.catalog.info("toy", timeout_s=60) is not None
 
 
-def _is_servers(frame: FrameType) -> bool:
+def _is_servers(stack: Sequence[FrameType]) -> bool:
     """Whether the server is at work of its own accord, or for a request.
 
     A test may hold its loop, in which the server runs, also by calling the server's functions.
     """
-    if "/tinkex/server/" not in frame.f_code.co_filename:
-        return False
-    caller: FrameType | None = frame
-    while caller is not None:
-        if caller.f_code.co_filename.endswith("/tinkex/server/door.py"):
+    is_its_own = True  # the outermost first: who called decides, until the next one does
+    for file in [frame.f_code.co_filename for frame in reversed(stack)]:
+        if file.endswith("/tinkex/server/door.py"):
+            is_its_own = True
+        elif "/tests/" in file:
+            is_its_own = False
+        if "/tinkex/server/" in file and is_its_own:
             return True
-        if "/tests/" in caller.f_code.co_filename:
-            return False
-        caller = caller.f_back
-    return True
+    return False
 
 
 @asynccontextmanager

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import sys
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -14,7 +17,7 @@ from app_world import open_app
 from server_process import ServerProcess
 from wire_client import WireClient
 
-from tinkex.server.process.loop_guard import Hold, LoopGuard
+from tinkex.server.process.loop_guard import Hold, LoopGuard, _frames
 
 
 def _busy(seconds: float) -> None:
@@ -64,14 +67,40 @@ async def test_waiting_collecting_and_many_short_ones_are_innocent() -> None:
 
 
 async def test_time_of_others_is_not_charged() -> None:
-    def is_ours(frame: FrameType) -> bool:
-        return frame.f_code.co_name == "mine"
+    def is_ours(stack: Sequence[FrameType]) -> bool:
+        return any(frame.f_code.co_name == "mine" for frame in stack)
 
     def mine() -> None:
         _busy(0.6)
 
     assert await _held(lambda: _busy(0.6), is_ours=is_ours) == []
     assert len(await _held(mine, is_ours=is_ours)) == 1
+
+
+def test_a_look_sees_frames_of_one_moment() -> None:
+    """A generator that went on while its callers were asked for had none, or a dict for one."""
+    ends = threading.Event()
+
+    def numbers(depth: int) -> Iterator[int]:
+        yield from numbers(depth - 1) if depth else range(3)
+
+    def work() -> None:
+        while not ends.is_set():
+            sum(numbers(20))
+
+    thread = threading.Thread(target=work)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(3000):
+            stack = _frames(thread.ident or 0)
+            assert not stack or stack[-1].f_code.co_name == "_bootstrap", stack
+    finally:
+        sys.setswitchinterval(interval_s)
+        ends.set()
+        thread.join()
+    assert _frames(0) == []
 
 
 async def test_a_server_in_a_test_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

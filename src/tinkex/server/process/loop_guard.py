@@ -6,6 +6,10 @@ with other things a callback takes long and is still innocent. A second thread l
 the loop's thread a hundred times a second and charges it with the time since the look before. A
 call in C that keeps Python's lock is seen as soon as it returns, in the line that made it.
 
+The frames of a thread that runs may be asked for their callers only while it stands still, which is
+while we keep Python's lock: a generator's frame that goes on meanwhile points to memory that is
+something else by then. So a look takes the whole stack in one call that is C all the way.
+
 Needs asyncio's own loop, whose callbacks can be wrapped; uvloop's cannot.
 """
 
@@ -19,8 +23,11 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, chain, islice, repeat
+from operator import itemgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -55,13 +62,13 @@ class LoopGuard:
         self,
         *,
         limit_s: float = LIMIT_S,
-        is_ours: Callable[[FrameType], bool] = lambda frame: True,
+        is_ours: Callable[[Sequence[FrameType]], bool] = lambda stack: True,
         on_hold: Callable[[Hold], None] | None = None,
     ) -> None:
         """
         Args:
-            is_ours: Whether a frame is of the code that is watched. Time whose stack has no such
-                frame counts as somebody else's.
+            is_ours: Whether a stack, the innermost frame first, is of the code that is watched.
+                Other time counts as somebody else's.
             on_hold: Told at once, in the loop's thread; by default it is logged.
         """
         self.holds: list[Hold] = []
@@ -126,24 +133,29 @@ class LoopGuard:
             number = self._number
             if not self._is_running:
                 continue
-            frame, now = sys._current_frames().get(self._thread_id), time.clock_gettime(clock)
+            frames, now = _frames(self._thread_id), time.clock_gettime(clock)
             spent_s, self._seen = now - self._seen, now
-            if frame is None or not self._is_of_ours(frame):
+            if not self._is_ours(frames):
                 continue
             # Not as text: that reads files, and the callback would be over before it is charged.
-            stack = tuple((each.f_code, each.f_lineno) for each in _frames(frame))
+            stack = tuple((each.f_code, each.f_lineno) for each in frames)
             if self._is_running and self._number == number:
                 self._spent[stack] += spent_s
 
-    def _is_of_ours(self, frame: FrameType) -> bool:
-        return any(map(self._is_ours, _frames(frame)))
 
+def _frames(thread_id: int) -> list[FrameType]:
+    """The frames of a thread's callback, the innermost first, without those of the loop around it.
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of a callback, the innermost first; those of the loop around it are left out."""
-    while frame is not None and frame.f_code is not _guarded_run.__code__:
-        yield frame
-        frame = frame.f_back
+    The thread does not run between the first frame and the last: nothing here is Python code.
+    """
+    frames: list[FrameType] = []
+    innermost = islice(map(itemgetter(thread_id), iter(sys._current_frames, None)), 1)
+    callers: Any = accumulate(chain(innermost, repeat("f_back")), getattr)
+    with suppress(AttributeError, KeyError):  # the last has no caller; the thread has ended
+        frames.extend(callers)
+    codes = [frame.f_code if frame is not None else None for frame in frames]
+    ends = (code is None or code is _guarded_run.__code__ for code in codes)
+    return frames[: next((index for index, is_end in enumerate(ends) if is_end), len(frames))]
 
 
 def _shown(stack: _Stack) -> str:
