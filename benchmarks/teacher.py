@@ -1,6 +1,7 @@
 """A step of on-policy distillation with the teacher on the server, against two calls, taking turns.
 
     python benchmarks/teacher.py [--no-bar] [--write] [--repeats 7] [--only tiny,default]
+    python benchmarks/teacher.py --only tiny,folder --device cuda --model FOLDER
 
 A step learns from answers that are sampled already: 32 prompt tokens and 32 sampled ones each, new
 every time. In two calls a sampling client asks the teacher for the logprobs of every answer, makes
@@ -9,17 +10,19 @@ optimizer step. `teacher_tiny`: 64 answers on a random model of two layers, wher
 `teacher_client_cpu`: what that takes of the client's process. `teacher_smollm2`: 8 answers on the
 default model. The arithmetic of fresh data is the same either way: one call saves the trip.
 `teacher_*_again`: the same data as in the step before, as in a second epoch over a data set: the
-server remembers what the teacher said.
+server remembers what the teacher said. `teacher_folder`: 64 answers of 256+256 tokens on the model
+of `--model`, such as the one that benchmarks/gpu_server.py writes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,13 +53,18 @@ class Lesson:
     vocab_size: int
     num_answers: int
     rng: np.random.Generator
+    prompt: int = PROMPT
+    answer: int = ANSWER
 
     def answers(self) -> Tokens:
-        shape = self.num_answers, PROMPT + ANSWER
+        shape = self.num_answers, self.prompt + self.answer
         return [row.tolist() for row in self.rng.integers(3, self.vocab_size, shape)]
 
+    def row(self, before: float, values: list[float]) -> list[float]:
+        return [before] * (self.prompt - 1) + values
+
     def data(self, answers: Tokens, **inputs: list[list[float]]) -> list[tinkex.Datum]:
-        q = [0.0] * (PROMPT - 1) + [-2.0] * ANSWER
+        q = self.row(0.0, [-2.0] * self.answer)
         return [
             tinkex.Datum(
                 tinkex.ModelInput.from_ints(tokens[:-1]),
@@ -70,7 +78,7 @@ class Lesson:
         ]
 
     def one_call(self, answers: Tokens) -> None:
-        weights = [[0.0] * (PROMPT - 1) + [1.0] * ANSWER] * len(answers)
+        weights = [self.row(0.0, [1.0] * self.answer)] * len(answers)
         data = self.data(answers, weights=weights)
         done = self.training.forward_backward(data, "importance_sampling", teacher=self.base)
         step = self.training.optim_step(ADAM)
@@ -81,10 +89,10 @@ class Lesson:
         asked = [
             self.sampler.compute_logprobs(tinkex.ModelInput.from_ints(tokens)) for tokens in answers
         ]
-        scores = [future.result()[PROMPT:] for future in asked]
+        scores = [future.result()[self.prompt :] for future in asked]
         gaps = [[-2.0 - (t or 0.0) for t in row] for row in scores]
         mean = statistics.fmean(gap for row in gaps for gap in row)
-        advantages = [[0.0] * (PROMPT - 1) + [mean - gap for gap in row] for row in gaps]
+        advantages = [self.row(0.0, [mean - gap for gap in row]) for row in gaps]
         data = self.data(answers, advantages=advantages)
         done = self.training.forward_backward(data, "importance_sampling")
         step = self.training.optim_step(ADAM)
@@ -93,18 +101,19 @@ class Lesson:
 
 
 @contextmanager
-def lesson(base: str, vocab_size: int, num_answers: int) -> Iterator[Lesson]:
+def lesson(
+    base: str, vocab_size: int, num_answers: int, *lengths: int, device: str
+) -> Iterator[Lesson]:
+    flags = ("--engine", "torch", "--device", device, "--model", base)
     with (
         tempfile.TemporaryDirectory() as folder,
-        ServerProcess(
-            Path(folder), "--engine", "torch", "--device", "cpu", "--model", base, one_thread=False
-        ) as server,
+        ServerProcess(Path(folder), *flags, one_thread=False) as server,
         tinkex.ServiceClient(base_url=server.base_url, api_key="tml-bench") as service,
     ):
         training = service.create_lora_training_client(base, rank=8, seed=0).result()
         sampler = service.create_sampling_client(base_model=base).result()
         rng = np.random.default_rng(0)
-        yield Lesson(training, sampler, base, vocab_size, num_answers, rng)
+        yield Lesson(training, sampler, base, vocab_size, num_answers, rng, *lengths)
 
 
 Clock = Callable[[], float]
@@ -127,10 +136,10 @@ def rounds(
     return statistics.median(spent[0]), statistics.median(spent[1])
 
 
-def tiny(repeats: int) -> Iterator[report.Figure]:
+def tiny(repeats: int, device: str) -> Iterator[report.Figure]:
     with tempfile.TemporaryDirectory() as folder:
         tiny_llama(Path(folder) / "tiny")
-        with lesson(str(Path(folder) / "tiny"), 97, 64) as taught:
+        with lesson(str(Path(folder) / "tiny"), 97, 64, device=device) as taught:
             one, two = rounds(taught, 3 * repeats, time.perf_counter)
             note = f"64 answers of {PROMPT}+{ANSWER} tokens, two layers of 32"
             yield report.Figure(
@@ -146,9 +155,9 @@ def tiny(repeats: int) -> Iterator[report.Figure]:
             )
 
 
-def default(repeats: int) -> Iterator[report.Figure]:
+def default(repeats: int, device: str) -> Iterator[report.Figure]:
     default_model.folder()
-    with lesson(default_model.NAME, 49_152, 8) as taught:
+    with lesson(default_model.NAME, 49_152, 8, device=device) as taught:
         one, two = rounds(taught, repeats, time.perf_counter)
         note = f"8 answers of {PROMPT}+{ANSWER} tokens"
         yield report.Figure(
@@ -158,15 +167,29 @@ def default(repeats: int) -> Iterator[report.Figure]:
         yield report.Figure(name="teacher_smollm2_again", ours=one, peer=two, unit="s", bar=1.0)
 
 
+def folder(repeats: int, device: str, model: str) -> Iterator[report.Figure]:
+    vocab_size = json.loads(Path(model, "config.json").read_text())["vocab_size"]
+    with lesson(model, vocab_size, 64, 256, 256, device=device) as taught:
+        one, two = rounds(taught, repeats, time.perf_counter)
+        note = f"64 answers of 256+256 tokens, {device}"
+        yield report.Figure(name="teacher_folder", ours=one, peer=two, unit="s", bar=1.3, note=note)
+        one, two = rounds(taught, repeats, time.perf_counter, again=True)
+        yield report.Figure(name="teacher_folder_again", ours=one, peer=two, unit="s", bar=1.3)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", default="tiny,default", help="which figures, by comma")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--model", help="the model folder of `--only folder`")
     options, _ = parser.parse_known_args()
-    figures: list[report.Figure] = []
-    for name, measure in (("tiny", tiny), ("default", default)):
-        if name in options.only.split(","):
-            figures += measure(options.repeats)
+    measures: dict[str, Callable[[], Iterable[report.Figure]]] = {
+        "tiny": lambda: tiny(options.repeats, options.device),
+        "default": lambda: default(options.repeats, options.device),
+        "folder": lambda: folder(options.repeats, options.device, options.model),
+    }
+    figures = [figure for name in options.only.split(",") for figure in measures[name]()]
     return report.finish("teacher", figures)
 
 
