@@ -33,6 +33,7 @@ from table import ROWS  # noqa: E402
 
 from tinkex.contract.optimizers import AdamParams  # noqa: E402
 from tinkex.engine import jobs  # noqa: E402
+from tinkex.engine.sample.config import SamplerConfig  # noqa: E402
 from tinkex.engine.torch.config import EngineConfig  # noqa: E402
 from tinkex.engine.torch.engine import TorchEngine  # noqa: E402
 
@@ -73,7 +74,13 @@ class Run:
 
     def __init__(self, base: Path, *, device: str, deterministic: bool) -> None:
         self.base = str(base)
-        self.engine = TorchEngine(EngineConfig(device=device, deterministic=deterministic))
+        # A card's default cache is a third of its free memory; here many runs share one card.
+        sampler = (
+            SamplerConfig(kv_bytes=1 << 28, max_pass_tokens=4096) if device == "cuda" else None
+        )
+        self.engine = TorchEngine(
+            EngineConfig(device=device, deterministic=deterministic, sampler=sampler)
+        )
         self.digests: dict[str, str] = {}
 
     def result(self, label: str, job: jobs.Job) -> Any:
