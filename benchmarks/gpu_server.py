@@ -1,13 +1,14 @@
 """Server and client on one GPU, at Qwen3-8B shape: what a user of the whole stack sees.
 
-    python benchmarks/gpu_server.py [--no-bar] [--write] [--model FOLDER] [--flags "..."]
+    python benchmarks/gpu_server.py [--no-bar] [--write] [--flags "..."]
+    python benchmarks/gpu_server.py [--model FOLDER | --shape 1.7b]
 
-Without `--model` a folder of random weights (16 GB) is written first, in memory if there is room;
-`--flags` are the server's. One server process, one client, rank 32: a first step on the fresh
-server; small steps; RL steps of 64 prompts of 512 tokens, 4 samples of 256 tokens each, then
-importance sampling on them; a snapshot per step; a single stream; and training with sampling beside
-it. In every RL step the gap between the sampler's logprobs and the trainer's is read from the
-result's metrics: it must be 0.
+Without `--model` a folder of random weights (16 GB, or 4 of `--shape 1.7b`) is written first, in
+memory if there is room; `--flags` are the server's. Only Qwen3-8B's shape has bars. One server
+process, one client, rank 32: a first step on the fresh server; small steps; RL steps of 64 prompts
+of 512 tokens, 4 samples of 256 tokens each, then importance sampling on them; a snapshot per step;
+a single stream; and training with sampling beside it. In every RL step the gap between the
+sampler's logprobs and the trainer's is read from the result's metrics: it must be 0.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,19 +60,42 @@ CONFIG = {
     "attention_bias": False,
     "eos_token_id": 151645,
 }
+"""Of Qwen3-8B."""
+SHAPES: dict[str, dict[str, int]] = {
+    "8b": {},
+    "1.7b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "intermediate_size": 6144,
+    },
+}
+"""What another shape has instead."""
 rng = np.random.default_rng(0)
 
 
-def write_model(folder: Path) -> None:
-    """Random weights, a file for each layer; all layers have those of the first."""
+@contextlib.contextmanager
+def random_model(shape: str) -> Iterator[Path]:
+    """A folder of random weights, in memory if there is room."""
+    memory = Path("/dev/shm")
+    room = memory.is_dir() and shutil.disk_usage(memory).free > 24 << 30
+    with tempfile.TemporaryDirectory(dir=memory if room else None) as written:
+        took = timed(lambda: write_model(Path(written), shape))
+        print(f"writing the model took {took:.1f} s", file=sys.stderr)
+        yield Path(written)
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """Write random weights, a file for each layer; all layers have those of the first."""
     import torch
     from safetensors.torch import save_file
 
     from tinkex.engine.model.base_model import ModelSource
     from tinkex.engine.model.weights import RandomWeights
 
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    weights = RandomWeights(ModelSource("m", folder).config(), device="cuda")
+    (folder / "config.json").write_text(json.dumps(CONFIG | SHAPES[shape]))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    weights = RandomWeights(ModelSource("m", folder).config(), device=device)
     files: dict[str, dict[str, torch.Tensor]] = {}
     known: dict[str, torch.Tensor] = {}
     for name in weights.names():
@@ -84,7 +109,8 @@ def write_model(folder: Path) -> None:
         list(pool.map(lambda file: save_file(files[file], folder / file), files))
     index = {"weight_map": {name: file for file, names in files.items() for name in names}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    torch.cuda.empty_cache()
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager
@@ -286,20 +312,13 @@ def side_by_side(
 def main() -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--model")
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--flags", default="")
     flags, rest = parser.parse_known_args()
     sys.argv[1:] = rest
     report.parse("gpu_server", rest)
-    memory = Path("/dev/shm")
-    room = memory.is_dir() and shutil.disk_usage(memory).free > 24 << 30
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        tempfile.TemporaryDirectory(dir=memory if room else None) as written,
-    ):
-        folder = Path(flags.model or written)
-        if flags.model is None:
-            took = timed(lambda: write_model(folder))
-            print(f"writing the model took {took:.1f} s", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as written:
+        folder = Path(flags.model or written.enter_context(random_model(flags.shape)))
         os.environ["TINKER_API_KEY"] = "tml-bench"
         data_dir = Path(scratch) / "data"
         with serving(str(folder), data_dir, shlex.split(flags.flags)) as base_url:
@@ -314,6 +333,10 @@ def main() -> int:
             figures += loop
             figures += single_stream(sampler)
             figures += side_by_side(client, sampler)
+    if (
+        flags.shape != "8b" or flags.model
+    ):  # the bars are those of 8b; that of the gap is everybody's
+        figures = [f if f.unit == "nats" else replace(f, bar=None) for f in figures]
     return report.finish("gpu_server", figures)
 
 

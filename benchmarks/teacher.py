@@ -1,7 +1,7 @@
 """A step of on-policy distillation with the teacher on the server, against two calls, taking turns.
 
     python benchmarks/teacher.py [--no-bar] [--write] [--repeats 7] [--only tiny,default]
-    python benchmarks/teacher.py --only tiny,folder --device cuda --model FOLDER
+    python benchmarks/teacher.py --only tiny,folder --device cuda [--model FOLDER]
 
 A step learns from answers that are sampled already: 32 prompt tokens and 32 sampled ones each, new
 every time. In two calls a sampling client asks the teacher for the logprobs of every answer, makes
@@ -11,7 +11,7 @@ optimizer step. `teacher_tiny`: 64 answers on a random model of two layers, wher
 default model. The arithmetic of fresh data is the same either way: one call saves the trip.
 `teacher_*_again`: the same data as in the step before, as in a second epoch over a data set: the
 server remembers what the teacher said. `teacher_folder`: 64 answers of 256+256 tokens on the model
-of `--model`, such as the one that benchmarks/gpu_server.py writes.
+of `--model`; without one, on random weights of Qwen3-1.7B's shape.
 """
 
 from __future__ import annotations
@@ -167,7 +167,13 @@ def default(repeats: int, device: str) -> Iterator[report.Figure]:
         yield report.Figure(name="teacher_smollm2_again", ours=one, peer=two, unit="s", bar=1.0)
 
 
-def folder(repeats: int, device: str, model: str) -> Iterator[report.Figure]:
+def folder(repeats: int, device: str, model: str | None) -> Iterator[report.Figure]:
+    if model is None:
+        import gpu_server
+
+        with gpu_server.random_model("1.7b") as written:
+            yield from folder(repeats, device, str(written))
+        return
     vocab_size = json.loads(Path(model, "config.json").read_text())["vocab_size"]
     with lesson(model, vocab_size, 64, 256, 256, device=device) as taught:
         one, two = rounds(taught, repeats, time.perf_counter)
