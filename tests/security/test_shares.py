@@ -19,9 +19,12 @@ from tinkex.engine.sample.kv_cache import BlockPool
 from tinkex.engine.sample.scheduler import Scheduler, SchedulerConfig, Seq
 from tinkex.errors import InvalidInputError
 from tinkex.server.fairness.gate import FairGate
+from tinkex.server.files.disk_quota import DiskQuota
+from tinkex.server.process.disk import Room
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.kept_results import KeptResults
 from tinkex.store import User
+from tinkex.store.stored_bytes import StoredBytes
 from tinkex.wire import requests
 from tinkex.wire.requests import Opened
 
@@ -200,18 +203,25 @@ def _promise(kept: KeptResults, user: str, number: int, size: int) -> Promise:
 
 
 async def test_results_beyond_the_memory_go_to_disk_and_come_back(tmp_path: Path) -> None:
-    kept = KeptResults(tmp_path / "results", memory_bytes=400_000)
+    stored = StoredBytes()
+    kept = KeptResults(
+        tmp_path / "results",
+        memory_bytes=400_000,
+        disk_quota=DiskQuota(stored, limit=lambda user_id: 0),
+        room=Room(tmp_path, 0),
+    )
     promises = [_promise(kept, "ann", n, 10_000) for n in range(100)]
     while kept._writing:
         await asyncio.gather(*kept._writing)
     assert kept.memory_bytes <= 110_000
     assert kept.kept_bytes == 1_000_000
+    assert stored.total("ann") == 900_000
     for n, promise in enumerate(promises):
         assert promise.outcome is not None
         assert promise.outcome.size_bytes == 10_000
         assert promise.outcome.content() == bytes([n]) * 10_000
         kept.drop(promise)
-    assert (kept.memory_bytes, kept.kept_bytes) == (0, 0)
+    assert (kept.memory_bytes, kept.kept_bytes, stored.total("ann")) == (0, 0, 0)
     await soon(lambda: list((tmp_path / "results").iterdir()) == [])
 
 
@@ -234,6 +244,48 @@ async def test_who_does_not_fetch_is_not_given_more(tmp_path: Path) -> None:
         assert isinstance(await world.result(promise, key=POLITE), bytes)
         for promise in promises:
             assert isinstance(await world.result(promise, key=HOG), bytes)
+
+
+async def test_results_that_nobody_fetches_are_on_the_disk_quota_of_their_user(
+    tmp_path: Path,
+) -> None:
+    """They filled the disk in `benchmarks/soak.py --attackers`, and nobody could train any more."""
+    settings = {"max_kept_result_bytes": 40_000, "max_user_disk_bytes": 100_000}
+    async with open_app(tmp_path, api_keys=KEYS, **settings) as world:
+        hog, polite = await _sampler(world, HOG), await _sampler(world, POLITE)
+        bodies = [_sample(hog, n, num_samples=8, max_tokens=100) for n in range(1, 200)]
+        answers = [await world.post("asample", body, key=HOG) for body in bodies]
+        accepted = [answer for answer in answers if answer.status_code == 200]
+        assert 1 <= len(accepted) < 30
+        refused = answers[-1]
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+        assert "Fetch results before you ask" in refused.json()["detail"]
+        while world.service.samples._runs or world.service.kept._writing:
+            await asyncio.sleep(0.01)
+        files = list((tmp_path / "results").iterdir())
+        assert 0 < sum(file.stat().st_size for file in files) <= 100_000
+        promise = await world.ok("asample", _sample(polite, 1), key=POLITE)
+        assert isinstance(await world.result(promise, key=POLITE), bytes)
+        for answer in accepted:
+            assert isinstance(await world.result(answer.json(), key=HOG), bytes)
+
+
+async def test_results_do_not_take_the_last_room_of_the_disk(tmp_path: Path) -> None:
+    room = Room(tmp_path, 1000, free_bytes=lambda folder: 999)
+    stored = StoredBytes()
+    kept = KeptResults(
+        tmp_path / "results",
+        memory_bytes=40_000,
+        disk_quota=DiskQuota(stored, limit=lambda user_id: 0),
+        room=room,
+    )
+    promise = _promise(kept, "ann", 1, 20_000)
+    while kept._writing:
+        await asyncio.gather(*kept._writing)
+    assert (kept.memory_bytes, stored.total("ann")) == (20_000, 0)
+    assert not (tmp_path / "results").exists()
+    kept.drop(promise)
+    assert kept.memory_bytes == 0
 
 
 # ------------------------------------------------------------------------------------ API time

@@ -53,6 +53,10 @@ class DiskQuota:
         self._judge(user_id, num_bytes, freed, besides=name)
         self._stored.reserve(name, user_id, num_bytes)
 
+    def hold(self, name: str, user_id: str, num_bytes: int) -> None:
+        """Count bytes that were accepted before their size was known, until `release`."""
+        self._stored.reserve(name, user_id, num_bytes)
+
     def release(self, name: str) -> None:
         """End a reservation that came to nothing; one that was committed has ended already."""
         self._stored.release(name)

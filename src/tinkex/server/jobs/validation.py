@@ -228,8 +228,8 @@ def _check_room(job: SampleJob, info: ModelInfo | None) -> None:
         )
 
 
-def check_result_size(job: SampleJob, info: ModelInfo | None, max_bytes: int) -> None:
-    """Refuse a request whose result, at its longest, would be larger than the server keeps."""
+def check_result_size(job: SampleJob, info: ModelInfo | None, max_bytes: int) -> int:
+    """The size of a result at its longest; refused where the server would not keep so much."""
     room = max((info.max_context_length if info else 0) - len(job.prompt), 0)
     max_tokens = room if job.max_tokens is None else job.max_tokens
     sampled = job.num_samples * max_tokens * (TOKEN_BYTES + PAIR_BYTES * job.topk_sample_logprobs)
@@ -249,6 +249,7 @@ def check_result_size(job: SampleJob, info: ModelInfo | None, max_bytes: int) ->
             f"the server keeps {max_bytes} per request. Lower one of them, or ask in parts.",
             path="num_samples",
         )
+    return sampled + prompted
 
 
 def _check_last_n(job: SampleJob) -> None:

@@ -112,7 +112,10 @@ class Service:
         self._deps = self._dependencies(quotas, auth, failed_logins)
         self.finished_logs = FinishedLogs(SampleLedger(config.data_dir / "samples.log"))
         self.kept = KeptResults(
-            config.data_dir / "results", memory_bytes=config.max_kept_result_bytes
+            config.data_dir / "results",
+            memory_bytes=config.max_kept_result_bytes,
+            disk_quota=shelf.disk_quota,
+            room=self.room,
         )
         self.samples = SampleQueue(self._deps, self.finished_logs, self.kept)
         self.interpolations = Interpolations(self._deps)

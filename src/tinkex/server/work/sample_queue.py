@@ -62,7 +62,7 @@ class SampleQueue:
             body: The bytes that the request came in. A repeat of a number has the same.
 
         Raises:
-            ApiError: 429 when too many wait.
+            ApiError: 429 when too many wait, or results that were not fetched.
         """
         sessions = self._deps.sampling_sessions
         session = await sessions.of_request(user, request)
@@ -81,15 +81,17 @@ class SampleQueue:
                     path="seq_id",
                 )
             return AcceptedSample(known, _sequence_ids(request_id, request.num_samples), snapshot)
-        job, reserve = await self._job(session, user, request, request_id)
+        job, most_bytes, reserve = await self._job(session, user, request, request_id)
         self._check_room(user.user_id)
         self._deps.quotas.check(user.user_id, "result_bytes", self.kept.bytes_of(user.user_id))
         promise = Promise(request_id, user.user_id, "Sample", digest=digest)
         reservation = reserve()
         try:
+            self.kept.expect(promise, most_bytes)
             self._start(promise, user, session, job, reservation)
         except BaseException:
             self._deps.open_work.budgets.release(reservation)
+            self.kept.forget(promise)
             raise
         return AcceptedSample(promise, _sequence_ids(request_id, job.num_samples), snapshot)
 
@@ -107,7 +109,7 @@ class SampleQueue:
         session = await self._deps.sampling_sessions.of_request(user, request)
         request_id = f"{session.sampling_session_id}:stream-{secrets.token_hex(8)}"
         stream = on_event is not None
-        job, reserve = await self._job(session, user, request, request_id, stream=stream)
+        job, _, reserve = await self._job(session, user, request, request_id, stream=stream)
         self._check_room(user.user_id)
         promise = Promise(request_id, user.user_id, "Sample")
         reservation = reserve()
@@ -124,8 +126,8 @@ class SampleQueue:
         request_id: str,
         *,
         stream: bool = False,
-    ) -> tuple[SampleJob, Callable[[], Reservation]]:
-        """The job of a sample, and what reserves its part of budgets."""
+    ) -> tuple[SampleJob, int, Callable[[], Reservation]]:
+        """The job of a sample, the most bytes of its result, and what reserves its budgets."""
         weights = await self._deps.sampling_sessions.weights(session)
         job = validation.sample_job(
             request,
@@ -136,10 +138,12 @@ class SampleQueue:
             tenant=session.user_id,
             stream=stream,
         )
-        validation.check_result_size(job, weights.info, self._deps.config.max_sample_bytes)
+        most_bytes = validation.check_result_size(
+            job, weights.info, self._deps.config.max_sample_bytes
+        )
         counts = _most(job, weights.info)
         reserve = self._deps.open_work.budgets.reserve
-        return job, partial(reserve, user.user_id, user.key_id, run_of(session), counts)
+        return job, most_bytes, partial(reserve, user.user_id, user.key_id, run_of(session), counts)
 
     def _check_room(self, user_id: str) -> None:
         """Refuse a sample when too many wait, in all or of this user.
