@@ -41,29 +41,35 @@ else:
                 raise explain(exc, kwargs, cls.__name__, list(cls.model_fields)) from exc
 
 
-M = TypeVar("M", bound=BaseModel)
 RequestT = TypeVar("RequestT", bound="Request")
 
 
-class Request(BaseModel, metaclass=_InOurWords):
-    """Frozen; an unknown or non-finite field is an error at construction, not on the server."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
-    )
-
+class _Message(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """The message as plain Python objects, ready for `json.dumps`."""
         return self.model_dump(mode="json")
 
     @classmethod
     def from_dict(cls, value: Any) -> Self:
-        """The message that `to_dict` wrote.
+        """The message that `to_dict` wrote; unknown keys of a response are left out.
 
         Raises:
             InvalidInputError: With the path of the first thing that is wrong.
         """
-        return _read(cls, value)
+        if not isinstance(value, dict):
+            raise InvalidInputError(f"expected an object, got {type(value).__name__}")
+        try:
+            return cls.model_validate(value)
+        except ValidationError as exc:
+            raise explain(exc, value, cls.__name__, list(cls.model_fields)) from exc
+
+
+class Request(_Message, metaclass=_InOurWords):
+    """Frozen; an unknown or non-finite field is an error at construction, not on the server."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
 
     @classmethod
     def unchecked(cls, **fields: object) -> Self:
@@ -100,34 +106,12 @@ def _defaults(kind: type[BaseModel]) -> dict[str, object]:
     return {name: field.get_default() for name, field in kind.model_fields.items()}
 
 
-class Response(BaseModel):
+class Response(_Message):
     """Frozen; fields of newer servers are ignored."""
 
     model_config = ConfigDict(
         frozen=True, extra="ignore", protected_namespaces=(), ser_json_inf_nan="strings"
     )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The message as plain Python objects, ready for `json.dumps`."""
-        return self.model_dump(mode="json")
-
-    @classmethod
-    def from_dict(cls, value: Any) -> Self:
-        """The message that `to_dict` wrote; unknown keys are left out.
-
-        Raises:
-            InvalidInputError: With the path of the first thing that is wrong.
-        """
-        return _read(cls, value)
-
-
-def _read(kind: type[M], value: Any) -> M:
-    if not isinstance(value, dict):
-        raise InvalidInputError(f"expected an object, got {type(value).__name__}")
-    try:
-        return kind.model_validate(value)
-    except ValidationError as exc:
-        raise explain(exc, value, kind.__name__, list(kind.model_fields)) from exc
 
 
 T = TypeVar("T")
