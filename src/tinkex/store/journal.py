@@ -139,7 +139,7 @@ class Journal(StoredNoun):
         )
 
         def write(connection: Connection) -> None:
-            self._count_dropped(connection, "requests", _table.c.body, covered)
+            self._stored.subtract(connection, "requests", *covered)
             connection.execute(update(_table).where(*covered).values(body=None))
 
         return self._writer.submit(write)
@@ -175,7 +175,7 @@ class Journal(StoredNoun):
         self._sweep(
             _some(_table.c.model_id == model_id),
             _table.delete(),
-            dropped=(("requests", _table.c.body), ("results", _table.c.result)),
+            dropped=("requests", "results"),
         )
 
     def sweep(self, now: float | None = None) -> None:
@@ -200,28 +200,20 @@ class Journal(StoredNoun):
         self,
         chosen: Any,
         statement: Any,
-        dropped: Sequence[tuple[StoredKindName, Any]] = (("results", _table.c.result),),
+        dropped: Sequence[StoredKindName] = ("results",),
     ) -> None:
         """Run a statement that drops bytes on the rows of a query, until it finds no more."""
 
         def write(connection: Connection) -> int:
             ids = list(connection.execute(chosen).scalars())
             of_them = _table.c.request_id.in_(ids)
-            for kind, column in dropped:
-                self._count_dropped(connection, kind, column, (of_them,))
+            for kind in dropped:
+                self._stored.subtract(connection, kind, of_them)
             connection.execute(statement.where(of_them))
             return len(ids)
 
         while self._writer.run(write) == SWEEP_ROWS:
             pass
-
-    def _count_dropped(
-        self, connection: Connection, kind: StoredKindName, column: Any, where: Sequence[Any]
-    ) -> None:
-        """Take the bytes of a column that is about to be emptied from the counts of users."""
-        sums = select(_table.c.user_id, func.sum(func.length(column)))
-        for user_id, size in connection.execute(sums.where(*where).group_by(_table.c.user_id)):
-            self._stored.add(user_id, kind, -int(size or 0))
 
     def _write_notes(self, connection: Connection, notes: Sequence[Ended | Fetched]) -> None:
         ends = [note for note in notes if isinstance(note, Ended)]

@@ -15,6 +15,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Engine,
+    Select,
     String,
     and_,
     cast,
@@ -195,7 +196,7 @@ class Models(StoredNoun):
 
         def write(connection: Connection) -> Model:
             model, before = _read(connection, model_id), _read(connection, before_id)
-            first = before.first_run_id or before.model_id
+            first = before.first_segment_id
             last = _read(connection, before.continued_by or before_id)
             inherited = {
                 "name": model.name or last.name,
@@ -204,8 +205,7 @@ class Models(StoredNoun):
                 "settings": {**(last.settings or {}), **(model.settings or {})} or None,
             }
             joined = {"continues": before_id, "first_run_id": first, "continued_by": None}
-            of_run = or_(_table.c.model_id == first, _table.c.first_run_id == first)
-            others = update(_table).where(of_run, _table.c.model_id != model_id)
+            others = update(_table).where(_of_run(first), _table.c.model_id != model_id)
             connection.execute(others.values(continued_by=model_id))
             return _revised(connection, model, {**inherited, **joined, **values})
 
@@ -234,9 +234,7 @@ class Models(StoredNoun):
 
     def segments(self, model: Model) -> list[Model]:
         """All segments of the run that a model belongs to, the first one first."""
-        first = model.first_run_id or model.model_id
-        of_run = or_(_table.c.model_id == first, _table.c.first_run_id == first)
-        return self._all(Model, select(_table).where(of_run).order_by(*_OLDEST))
+        return self._all(Model, segments_of(model))
 
     def later_segments(self, first_run_id: str) -> list[str]:
         """The ids of all segments of a run but the first one."""
@@ -250,7 +248,7 @@ class Models(StoredNoun):
         )
         segments: dict[str, list[Model]] = {}
         for model in self._all(Model, select(_table).where(of_runs).order_by(*_OLDEST)):
-            segments.setdefault(model.first_run_id or model.model_id, []).append(model)
+            segments.setdefault(model.first_segment_id, []).append(model)
         return segments
 
     def of_session(self, session_id: str) -> list[Model]:
@@ -356,6 +354,15 @@ class Models(StoredNoun):
 
     def _set(self, model_id: str, values: dict[str, Any]) -> None:
         self._write(update(_table).where(_table.c.model_id == model_id).values(**values))
+
+
+def segments_of(model: Model) -> Select[Any]:
+    """The rows of all segments of the run that a model belongs to, the first one first."""
+    return select(_table).where(_of_run(model.first_segment_id)).order_by(*_OLDEST)
+
+
+def _of_run(first_segment_id: str) -> ColumnElement[bool]:
+    return or_(_table.c.model_id == first_segment_id, _table.c.first_run_id == first_segment_id)
 
 
 def _read(connection: Connection, model_id: str) -> Model:

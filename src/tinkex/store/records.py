@@ -134,6 +134,11 @@ class Model:
     continued_by: str | None = None
     """The last segment, which stands for the run in lists; None: this one."""
 
+    @property
+    def first_segment_id(self) -> str:
+        """The id by which all segments of its run are found."""
+        return self.first_run_id or self.model_id
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRow:

@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from sqlalchemy import Connection, delete, insert, or_, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from tinkex.errors import InvalidInputError
 from tinkex.store import schema
 from tinkex.store.folders import note_deleted
+from tinkex.store.models import segments_of
 from tinkex.store.noun import StoredNoun, record, row_of
 from tinkex.store.records import Checkpoint, CheckpointName, Model, Session, StoredCurve
 from tinkex.store.upsert import insert_or_ignore
@@ -63,15 +64,11 @@ class WholeRun:
     def given_to(self, owner: str, checkpoints: list[Checkpoint]) -> WholeRun:
         """The same run, unloaded, with these folders; of `owner`, where that is not empty."""
         return WholeRun(
-            segments=[
-                replace(one, unloaded=True, user_id=owner or one.user_id) for one in self.segments
-            ],
-            sessions=[replace(one, user_id=owner or one.user_id) for one in self.sessions],
-            checkpoints=[
-                replace(one, public=False, user_id=owner or one.user_id) for one in checkpoints
-            ],
+            segments=[replace(s, unloaded=True, user_id=owner or s.user_id) for s in self.segments],
+            sessions=[replace(s, user_id=owner or s.user_id) for s in self.sessions],
+            checkpoints=[replace(c, public=False, user_id=owner or c.user_id) for c in checkpoints],
             curves=self.curves,
-            names=[replace(one, user_id=owner or one.user_id) for one in self.names],
+            names=[replace(n, user_id=owner or n.user_id) for n in self.names],
         )
 
 
@@ -196,10 +193,7 @@ class Runs(StoredNoun):
 
 
 def _segments(connection: Connection, model: Model) -> list[Model]:
-    first = model.first_run_id or model.model_id
-    of_run = or_(_models.c.model_id == first, _models.c.first_run_id == first)
-    rows = connection.execute(select(_models).where(of_run).order_by(_models.c.created_at))
-    return [record(Model, row) for row in rows.mappings()]
+    return [record(Model, row) for row in connection.execute(segments_of(model)).mappings()]
 
 
 def _is_added(connection: Connection, named: CheckpointName) -> bool:

@@ -56,9 +56,7 @@ class Sampling(StoredNoun):
             gone.append(_losses.c.session_id == session_id)
 
         def write(connection: Connection) -> int:
-            sums = select(_losses.c.user_id, func.sum(_losses.c.size_bytes)).where(*gone)
-            for user_id, size in connection.execute(sums.group_by(_losses.c.user_id)):
-                self._stored.add(user_id, "losses", -int(size))
+            self._stored.subtract(connection, "losses", *gone)
             return connection.execute(_losses.delete().where(*gone)).rowcount
 
         return self._writer.run(write)

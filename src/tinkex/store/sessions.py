@@ -102,10 +102,7 @@ class Sessions(StoredNoun):
 
         def write(connection: Connection) -> int:
             chosen = list(connection.execute(old.limit(FORGET_AT_ONCE)).scalars())
-            of_them = select(losses.c.user_id, func.sum(losses.c.size_bytes))
-            of_them = of_them.where(losses.c.session_id.in_(chosen)).group_by(losses.c.user_id)
-            for user_id, size in connection.execute(of_them):
-                self._stored.add(user_id, "losses", -int(size))
+            self._stored.subtract(connection, "losses", losses.c.session_id.in_(chosen))
             for table in (samplers, losses, _table):
                 connection.execute(table.delete().where(table.c.session_id.in_(chosen)))
             return len(chosen)

@@ -49,7 +49,9 @@ def _rows(user_id: Any, run_id: Any, num_bytes: Any) -> Select[Any]:
 
 _marks, _states, _samplers = schema.checkpoints, schema.snapshots, schema.sampling_sessions
 _journal, _losses, _answers = schema.journal, schema.custom_losses, schema.trajectory_answers
-_OF_ANSWER = (_answers.c.prompt_tokens, _answers.c.tokens, _answers.c.logprobs)
+ANSWER_COLUMNS = (_answers.c.prompt_tokens, _answers.c.tokens, _answers.c.logprobs)
+"""Of a recorded answer, those whose bytes count."""
+ANSWER_BYTES = sum(map(func.length, ANSWER_COLUMNS[1:]), func.length(ANSWER_COLUMNS[0]))
 
 _DECLARED = (
     StoredKind(
@@ -105,11 +107,7 @@ _DECLARED = (
         "trajectories",
         "recorded conversations",
         "delete some (DELETE /api/v1/trajectories/ID)",
-        _rows(
-            _answers.c.user_id,
-            literal_column("'trajectories'"),
-            sum((func.length(column) for column in _OF_ANSWER[1:]), func.length(_OF_ANSWER[0])),
-        ),
+        _rows(_answers.c.user_id, literal_column("'trajectories'"), ANSWER_BYTES),
     ),
 )
 KINDS: Mapping[StoredKindName, StoredKind] = {kind.name: kind for kind in _DECLARED}
@@ -190,6 +188,11 @@ class StoredBytes:
         if num_bytes or name:
             self._changes.append(_Change(user_id, kind, num_bytes or 0, name))
 
+    def subtract(self, connection: Connection, kind: StoredKindName, *where: Any) -> None:
+        """Say in a transaction that the rows of a kind that fit are about to go."""
+        for user_id, num_bytes in connection.execute(_sums(KINDS[kind].rows.where(*where))):
+            self.add(user_id, kind, -int(num_bytes or 0))
+
     def load(self, connection: Connection) -> None:
         """Take the counts from the database. To be run by the writer."""
         # What this transaction did before is in the rows already; what follows is added later.
@@ -223,9 +226,13 @@ def recount(connection: Connection) -> Counts:
     """The bytes of all users, as the database says: what the counts must be equal to."""
     counts: Counts = defaultdict(Counter)
     for kind in KINDS.values():
-        rows = kind.rows.subquery()
-        sums = select(rows.c.user_id, func.sum(rows.c.num_bytes)).group_by(rows.c.user_id)
-        for user_id, num_bytes in connection.execute(sums):
+        for user_id, num_bytes in connection.execute(_sums(kind.rows)):
             if num_bytes:
                 counts[user_id][kind.name] = int(num_bytes)
     return dict(counts)
+
+
+def _sums(rows: Select[Any]) -> Select[Any]:
+    """The bytes of each user in rows of a kind."""
+    listed = rows.subquery()
+    return select(listed.c.user_id, func.sum(listed.c.num_bytes)).group_by(listed.c.user_id)

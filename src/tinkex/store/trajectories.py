@@ -13,9 +13,10 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, se
 from tinkex.store import schema
 from tinkex.store.noun import StoredNoun, row_of
 from tinkex.store.records import TrajectoryAnswer
+from tinkex.store.stored_bytes import ANSWER_BYTES, ANSWER_COLUMNS
 
 _table = schema.trajectory_answers
-_SIZED = (_table.c.prompt_tokens, _table.c.tokens, _table.c.logprobs)
+_NUM_BYTES = func.coalesce(func.sum(ANSWER_BYTES), 0)
 MAX_BYTES_PER_USER = 1_000_000_000
 MAX_ANSWERS = 10_000
 MAX_BYTES = 32_000_000
@@ -34,7 +35,7 @@ class Trajectories(StoredNoun):
             for row in rows:
                 statement = insert(_table).values(row).returning(_table.c.answer_id)
                 numbers.append(int(connection.execute(statement).scalar_one()))
-                size = sum(len(row[column.name]) for column in _SIZED)
+                size = sum(len(row[column.name]) for column in ANSWER_COLUMNS)
                 self._stored.add(row["user_id"], "trajectories", size)
             return numbers
 
@@ -51,13 +52,13 @@ class Trajectories(StoredNoun):
 
     def extent(self, user_id: str, trajectory_id: str) -> tuple[int, int]:
         """How many answers a trajectory has, and the bytes of their tokens and logprobs."""
-        query = select(func.count(), _num_bytes()).where(_is_of(user_id, trajectory_id))
+        query = select(func.count(), _NUM_BYTES).where(_is_of(user_id, trajectory_id))
         [(num_answers, size)] = self._rows(query)
         return int(num_answers), int(size)
 
     def size_of_user(self, user_id: str) -> int:
         """Bytes of tokens and logprobs that a user has stored."""
-        [size] = self._scalars(select(_num_bytes()).where(_table.c.user_id == user_id))
+        [size] = self._scalars(select(_NUM_BYTES).where(_table.c.user_id == user_id))
         return int(size)
 
     def forget_before(self, created_before: float) -> int:
@@ -65,11 +66,7 @@ class Trajectories(StoredNoun):
 
     def _remove(self, condition: ColumnElement[bool]) -> int:
         def write(connection: Connection) -> int:
-            sums = (
-                select(_table.c.user_id, _num_bytes()).where(condition).group_by(_table.c.user_id)
-            )
-            for user_id, size in connection.execute(sums):
-                self._stored.add(user_id, "trajectories", -int(size))
+            self._stored.subtract(connection, "trajectories", condition)
             return connection.execute(delete(_table).where(condition)).rowcount
 
         return self._writer.run(write)
@@ -77,8 +74,3 @@ class Trajectories(StoredNoun):
 
 def _is_of(user_id: str, trajectory_id: str) -> ColumnElement[bool]:
     return and_(_table.c.user_id == user_id, _table.c.trajectory_id == trajectory_id)
-
-
-def _num_bytes() -> ColumnElement[int]:
-    first, *others = (func.coalesce(func.sum(func.length(column)), 0) for column in _SIZED)
-    return sum(others, start=first)

@@ -101,7 +101,7 @@ async def _continue(store: Store, curves: LiveCurves, model: Model, wanted: Cont
         raise InvalidInputError(
             f"{model.model_id} is a segment of another run already", path="continues"
         )
-    first = before.first_run_id or before.model_id
+    first = before.first_segment_id
     if first == model.model_id:
         raise InvalidInputError("a run cannot go on from itself", path="continues")
     step = await _steps_before(store, model, first, wanted.step)
@@ -121,5 +121,5 @@ async def _steps_before(store: Store, model: Model, first: str, step: int) -> in
     if made_from is None or made_from.num_steps is None:
         return step
     run = await store.call(store.models.get, TinkerPath.parse(made_from.path).run_id)
-    is_of_run = run is not None and (run.first_run_id or run.model_id) == first
+    is_of_run = run is not None and run.first_segment_id == first
     return made_from.num_steps if is_of_run else step
