@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, date, datetime
 from typing import Literal
-from urllib.parse import quote
 
 from tinkex import types
 from tinkex.client.futures import APIFuture
 from tinkex.client.http.options import Options
 from tinkex.client.rest.budget_calls import BudgetCalls
+from tinkex.client.rest.caller import quoted
 from tinkex.client.twins import awaited
 from tinkex.errors import InvalidInputError
 from tinkex.types.account.administration import (
@@ -104,21 +104,21 @@ class AdminClient(BudgetCalls):
     def enable_user(self, user_id: str, *, options: Options = None) -> APIFuture[None]:
         """Let a user in again that was disabled."""
         return self._ask(
-            "enable_user", "admin_enable_user", user_id=_part(user_id, "user_id"), options=options
+            "enable_user", "admin_enable_user", user_id=quoted(user_id, "user_id"), options=options
         )
 
     enable_user_async = awaited(enable_user)
 
     def list_budgets(self, user_id: str, *, options: Options = None) -> APIFuture[BudgetsResponse]:
         """The budgets of a user, of their keys and of their runs, with what was spent of each."""
-        part = _part(user_id, "user_id")
+        part = quoted(user_id, "user_id")
         return self._ask("list_budgets", "admin_list_budgets", user_id=part, options=options)
 
     list_budgets_async = awaited(list_budgets)
 
     def lift_pause(self, user_id: str, *, options: Options = None) -> APIFuture[None]:
         """Run the work of a user again that is paused because it ended workers."""
-        user = _part(user_id, "user_id")
+        user = quoted(user_id, "user_id")
         return self._ask("lift_pause", "admin_lift_pause", user_id=user, options=options)
 
     lift_pause_async = awaited(lift_pause)
@@ -149,7 +149,7 @@ class AdminClient(BudgetCalls):
 
     def delete_run(self, run_id: str, *, options: Options = None) -> APIFuture[DeleteRunResponse]:
         """Delete a run of any user for good; refused while it trains or is published."""
-        run = _part(run_id, "run_id")
+        run = quoted(run_id, "run_id")
         return self._ask("delete_run", "admin_delete_run", run_id=run, options=options)
 
     delete_run_async = awaited(delete_run)
@@ -158,15 +158,8 @@ class AdminClient(BudgetCalls):
         self, method: str, reason: str, *, options: Options, **ids: str
     ) -> APIFuture[StopWorkResponse]:
         request = StopWorkRequest(reason=reason)
-        parts = {name: _part(value, name) for name, value in ids.items()}
+        parts = {name: quoted(value, name) for name, value in ids.items()}
         return self._ask(method, f"admin_{method}", request, options=options, **parts)
-
-
-def _part(value: str, name: str) -> str:
-    """A name of any letters as one part of a path."""
-    if not isinstance(value, str) or not value:
-        raise InvalidInputError(f"expected a name, got {value!r}", path=name)
-    return quote(value, safe=":")
 
 
 def _moment(value: datetime | str, name: str) -> str:

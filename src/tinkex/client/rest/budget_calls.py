@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from typing import ClassVar
-from urllib.parse import quote
 
 from tinkex.client.futures import APIFuture
 from tinkex.client.http.options import Options
-from tinkex.client.rest.caller import Caller
+from tinkex.client.rest.caller import Caller, quoted
 from tinkex.client.twins import awaited
 from tinkex.types.account.budgets import (
     AtEdge,
@@ -47,7 +46,7 @@ class BudgetCalls(Caller):
             f"{self._row_prefix}set_budget",
             SetBudgetRequest(amount=amount, at_edge=at_edge),
             scope=scope,
-            subject=_segment(subject),
+            subject=quoted(str(subject), "subject"),
             unit=unit,
             options=options,
         )
@@ -64,13 +63,9 @@ class BudgetCalls(Caller):
     ) -> APIFuture[None]:
         """Take a limit away; what waited for it goes on."""
         row = f"{self._row_prefix}remove_budget"
-        part = _segment(subject)
+        part = quoted(str(subject), "subject")
         return self._ask(
             "remove_budget", row, scope=scope, subject=part, unit=unit, options=options
         )
 
     remove_budget_async = awaited(remove_budget)
-
-
-def _segment(subject: str | int) -> str:
-    return quote(str(subject), safe=":")

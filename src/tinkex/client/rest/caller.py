@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from pydantic import BaseModel
 
@@ -88,6 +89,13 @@ class Caller:
 
 def _sdk_headers(method: str) -> dict[str, str]:
     return {"x-sdk-version": CONTRACT_VERSION, "x-sdk-method": method}
+
+
+def quoted(value: str, name: str) -> str:
+    """A name of any letters as one part of a URL path."""
+    if not isinstance(value, str) or not value:
+        raise InvalidInputError(f"expected a name, got {value!r}", path=name)
+    return quote(value, safe=":")
 
 
 def segment(value: str, name: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tinkex import types
 from tinkex.client import validation
 from tinkex.client.futures import APIFuture, Waiting
-from tinkex.client.http.options import Options
+from tinkex.client.http.options import CallLimits, Options
 from tinkex.client.older_sdk import DirectFuture
 from tinkex.client.rest.budget_calls import BudgetCalls
 from tinkex.client.rest.caller import segment
@@ -95,8 +95,6 @@ class RestClient(SessionCalls, BudgetCalls):
 
         return Paged(page_at, "training_runs")
 
-    # -- checkpoints
-
     def describe_run(
         self,
         training_run_id: str,
@@ -155,6 +153,8 @@ class RestClient(SessionCalls, BudgetCalls):
         return self._ask("delete_run", run_id=run, options=options)
 
     delete_run_async = awaited(delete_run)
+
+    # -- checkpoints
 
     def list_checkpoints(
         self, training_run_id: str, *, options: Options = None
@@ -234,10 +234,10 @@ class RestClient(SessionCalls, BudgetCalls):
         answer = self._ask("external_weights_upload_start", request=request, options=options)
 
         async def started(waiting: Waiting) -> types.ExternalWeightsUploadStartResult:
-            said: types.ExternalWeightsUploadStartResponse = await answer
-            return types.ExternalWeightsUploadStartResult(said.upload_id, said.urls, said.expires)
+            new: types.ExternalWeightsUploadStartResponse = await answer
+            return types.ExternalWeightsUploadStartResult(new.upload_id, new.urls, new.expires)
 
-        return self.holder.spawn(started, options)
+        return self.holder.spawn(started, CallLimits.of(options))
 
     external_weights_upload_start_async = awaited(external_weights_upload_start)
 
@@ -249,10 +249,10 @@ class RestClient(SessionCalls, BudgetCalls):
         answer = self._ask("external_weights_upload_finish", request=request, options=options)
 
         async def finished(waiting: Waiting) -> types.ExternalWeightsUploadFinishResult:
-            said: types.ExternalWeightsUploadFinishResponse = await answer
-            return types.ExternalWeightsUploadFinishResult(said.tinker_path)
+            new: types.ExternalWeightsUploadFinishResponse = await answer
+            return types.ExternalWeightsUploadFinishResult(new.tinker_path)
 
-        return self.holder.spawn(finished, options)
+        return self.holder.spawn(finished, CallLimits.of(options))
 
     external_weights_upload_finish_async = awaited(external_weights_upload_finish)
 
@@ -269,7 +269,7 @@ class RestClient(SessionCalls, BudgetCalls):
             reply = await self.holder.transport.archive(call)
             return parse(reply, types.CheckpointArchiveUrlResponse)
 
-        return self.holder.spawn(fetch, options)
+        return self.holder.spawn(fetch, call.limits)
 
     get_checkpoint_archive_url_async = awaited(get_checkpoint_archive_url)
 
@@ -391,7 +391,7 @@ class RestClient(SessionCalls, BudgetCalls):
             copy: types.CopyWeightsResponse = await answer
             return copy.tinker_path
 
-        return self.holder.spawn(copied, options)
+        return self.holder.spawn(copied, CallLimits.of(options))
 
     copy_weights_async = awaited(copy_weights)
 

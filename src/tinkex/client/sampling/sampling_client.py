@@ -18,7 +18,7 @@ from tinkex import types
 from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.call import Call
-from tinkex.client.http.options import Options, check_options
+from tinkex.client.http.options import CallLimits, Options
 from tinkex.client.older_sdk import BaseModelName, DirectFuture
 from tinkex.client.sampling.sample_calls import SampleCalls
 from tinkex.client.sampling.sample_requests import sample_request, target_tensor
@@ -94,7 +94,7 @@ class SamplingClient(SampleCalls):
                 model_path=model_path,
             )
 
-        return holder.spawn(make, options)
+        return holder.spawn(make, CallLimits.of(options))
 
     # -- sampling
 
@@ -134,10 +134,8 @@ class SamplingClient(SampleCalls):
             routed_experts=routed_experts or None,
         )
         retries = not self.holder.flags.sample_no_retries
-        if options:
-            check_options(options)
         return self.holder.spawn(
-            lambda waiting: self._sample(request, waiting, retries, options), options
+            lambda waiting: self._sample(request, waiting, retries, options), CallLimits.of(options)
         )
 
     sample_async = awaited(sample)
@@ -160,16 +158,13 @@ class SamplingClient(SampleCalls):
             record_stability_info=self._record_stability_info,
         )
 
-        if options:
-            check_options(options)
-
         async def score(waiting: Waiting) -> list[float | None]:
             answer = await self._sample(request, waiting, True, options)
             if answer.prompt_logprobs is None:
                 raise APIResponseValidationError("The server sent no prompt logprobs.")
             return answer.prompt_logprobs
 
-        return self.holder.spawn(score, options)
+        return self.holder.spawn(score, CallLimits.of(options))
 
     compute_logprobs_async = awaited(compute_logprobs)
 
@@ -221,7 +216,7 @@ class SamplingClient(SampleCalls):
                 self._base_model_name = info.base_model
             return self._base_model_name
 
-        return self.holder.spawn(ask, options)
+        return self.holder.spawn(ask, CallLimits.of(options))
 
     def get_tokenizer(self, *, options: Options = None) -> DirectFuture[Tokenizer]:
         """The tokenizer of the base model; the first call may download it.

@@ -85,6 +85,6 @@ class EstimateCalls:
             run_id=run_id,
         )
         holder, call = self._sessionless(), Call.to("estimate", request).having(options)
-        return holder.spawn(lambda waiting: holder.ask(call, Estimate, waiting), options)
+        return holder.spawn(lambda waiting: holder.ask(call, Estimate, waiting), call.limits)
 
     estimate_async = awaited(estimate)

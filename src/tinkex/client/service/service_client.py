@@ -21,7 +21,7 @@ from tinkex.client import validation
 from tinkex.client.config import LOCAL, ClientConfig
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.call import Call
-from tinkex.client.http.options import Options, seconds_of
+from tinkex.client.http.options import CallLimits, Options, seconds_of
 from tinkex.client.older_sdk import DirectFuture
 from tinkex.client.rest.rest_client import RestClient, RestClientFuture
 from tinkex.client.sampling.sample_retry import RetryConfig
@@ -169,7 +169,7 @@ class ServiceClient(EstimateCalls):
         holder = self._sessionless()
         call = Call.to("get_server_capabilities").having(options)
         kind = types.GetServerCapabilitiesResponse
-        future = holder.spawn(lambda waiting: holder.ask(call, kind, waiting), options)
+        future = holder.spawn(lambda waiting: holder.ask(call, kind, waiting), call.limits)
         return DirectFuture.of(future, "get_server_capabilities", kind)
 
     get_server_capabilities_async = awaited(get_server_capabilities)
@@ -185,7 +185,7 @@ class ServiceClient(EstimateCalls):
         ids = {"trajectory_id": quote(trajectory_id, safe="")}
         call = Call.to("get_trajectory", ids=ids).having(options)
         kind = types.Trajectory
-        future = holder.spawn(lambda waiting: holder.ask(call, kind, waiting), options)
+        future = holder.spawn(lambda waiting: holder.ask(call, kind, waiting), call.limits)
         return DirectFuture.of(future, "trajectories", kind)
 
     trajectories_async = awaited(trajectories)
@@ -238,7 +238,7 @@ class ServiceClient(EstimateCalls):
             lambda waiting: create_model(
                 holder, base_model, lora, metadata, optimizer, waiting, options
             ),
-            options,
+            CallLimits.of(options),
         )
         return TrainingClientFuture.of(future, "create_lora_training_client", TrainingClient)
 
@@ -307,12 +307,13 @@ class ServiceClient(EstimateCalls):
         wanted, holder = types.LoadWeightsRequest(**asked), self.holder
 
         async def create(waiting: Waiting) -> TrainingClient:
-            made = await create_from_state(holder, wanted, waiting, options)
+            client = await create_from_state(holder, wanted, waiting, options)
             if continues_at is not None:
-                await continue_run(made, wanted.path, continues_at)
-            return made
+                await continue_run(client, wanted.path, continues_at)
+            return client
 
-        return TrainingClientFuture.of(holder.spawn(create, options), name, TrainingClient)
+        future = holder.spawn(create, CallLimits.of(options))
+        return TrainingClientFuture.of(future, name, TrainingClient)
 
     # -- sampling
 

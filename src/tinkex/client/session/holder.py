@@ -282,11 +282,11 @@ class Holder:
     def spawn(
         self,
         work: Callable[[Waiting], Coroutine[Any, Any, T]],
-        options: Options | CallLimits = None,
+        limits: CallLimits = _NO_LIMITS,
     ) -> APIFuture[T]:
         """Run `work` on the background loop once the holder is ready.
 
-        The first call makes it so, and by its own `options`, or what they came to.
+        The first call makes it so, within its own `limits`.
         """
         if os.getpid() != self._pid:
             raise TinkerError(
@@ -299,8 +299,7 @@ class Holder:
                 if self.successor is not None:
                     raise self._lost()
                 if not self._ready:
-                    known = options if isinstance(options, CallLimits) else CallLimits.of(options)
-                    await self.ready(known)
+                    await self.ready(limits)
                 return await work(waiting)
 
         return spawn(run)
@@ -331,10 +330,12 @@ class Holder:
         return await self.ask(call.having(options), answer, waiting)
 
     async def promised(
-        self, path: str, request: BaseModel, result: type[T], waiting: Waiting, **given: Any
+        self, path: str, request: BaseModel, result: type[T], waiting: Waiting, **settings: Any
     ) -> T:
         """POST a request that is answered with a promise, and wait for what that becomes."""
-        promise = await self.post(path, request, types.UntypedAPIFuture, waiting=waiting, **given)
+        promise = await self.post(
+            path, request, types.UntypedAPIFuture, waiting=waiting, **settings
+        )
         expect = Expect.of(path, result)
         return await self.poller.wait(promise.request_id, expect, waiting=waiting)
 
