@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import click
@@ -24,13 +24,7 @@ from tinkex.errors import LocalServerError, ModelNotFoundError
 from tinkex.runs.names import NamedRun, find, find_path, known
 from tinkex.types.account.checkpoints import TinkerPath, is_tinker_path
 from tinkex.wire.endpoints import API
-from tinkex.wire.local_servers import (
-    SERVING,
-    is_alive,
-    private_data_folder,
-    read_record,
-    state_folder,
-)
+from tinkex.wire.local_servers import living_servers, private_data_folder
 
 if TYPE_CHECKING:
     import httpx
@@ -86,10 +80,11 @@ def go_to(state: State, run: NamedRun) -> None:
     if is_named or not path or run.server == "local" or not is_loopback(run.server):
         return
     route = _run_route(TinkerPath.parse(path).run_id)
-    if _get_here(run.server, route, is_first=False) is not None:
+    if _get_if_there(run.server, route) is not None:
         return
     for server in servers_here():
-        if _is_found(_get_here(server, route, is_first=False)):
+        answer = _get_if_there(server, route)
+        if answer is not None and answer.status_code == 200:
             state.base_url = server
             return
 
@@ -104,9 +99,8 @@ def resolve_start(state: State, text: str) -> str:
         go_to(state, run)
         return find_path(text, for_training=True) or text
     if not is_tinker_path(text):
-        for number, server in enumerate(_servers(state)):
-            answer = _get_here(server, _run_route(text), is_first=number == 0)
-            last = answer.json().get("last_checkpoint") if _is_found(answer) else None
+        for server, answer in _answers(state, _run_route(text)):
+            last = answer.json().get("last_checkpoint") if answer.status_code == 200 else None
             if last is not None:
                 state.base_url = server
                 return str(last["tinker_path"])
@@ -133,10 +127,9 @@ def servers_here() -> list[str]:
     """The servers of this machine that have runs of this user: private, and `tinkex serve`."""
     private = private_data_folder()
     servers = ["local"] if (private / "tinkex.db").exists() else []
-    for file in sorted((state_folder() / SERVING).glob("*.json")):
-        record = read_record(file)
+    for record in living_servers():
         is_other = record.get("data_dir") != str(private.resolve())
-        if is_other and record.get("needs_key") is False and is_alive(record.get("pid")):
+        if is_other and record.get("needs_key") is False:
             servers.append(str(record.get("base_url")))
     return servers
 
@@ -148,7 +141,7 @@ def _of_server(state: State, text: str, run: NamedRun) -> str | None:
     """
     if not run.is_named or "/" in text or Path(text).is_dir():
         return None  # its folder was named
-    answer = _get(state.base_url, f"/v1/models/{quote(text, safe='')}")
+    answer = _get(state.base_url, _model_route(text))
     if answer.status_code != 200:
         return None  # its server calls it otherwise, or is none of ours
     path = answer.json().get("path")
@@ -164,56 +157,57 @@ def _go_to_server_of(state: State, path: str) -> None:
         if path in (run.state_path, run.sampler_path):
             go_to(state, run)
             return
-    _go_where_found(state, f"/v1/models/{quote(path, safe='')}")
+    _go_where_found(state, _model_route(path))
 
 
 def _go_where_found(state: State, route: str) -> None:
-    servers = list(_servers(state))
-    if len(servers) > 1:
-        found = (
-            server
-            for number, server in enumerate(servers)
-            if _is_found(_get_here(server, route, is_first=number == 0))
-        )
-        state.base_url = next(found, state.base_url)
+    if _others(state):
+        answers = _answers(state, route)
+        having = (server for server, answer in answers if answer.status_code == 200)
+        state.base_url = next(having, state.base_url)
 
 
 def _asked(state: State, text: str) -> str:
-    first = ""
-    base_model = None
-    for number, server in enumerate(_servers(state)):
-        answer = _get_here(server, f"/v1/models/{quote(text, safe='')}", is_first=number == 0)
-        if answer is None:
-            continue
+    refusal = ""
+    offering: list[str | None] = []
+    for server, answer in _answers(state, _model_route(text)):
         if answer.status_code == 200 and (path := answer.json().get("path")):
             state.base_url = server
             return str(path)
-        if answer.status_code == 200 or answer.status_code not in (404, 400):
-            # The server offers such a base model, or is none of ours and will say what it knows.
-            base_model = base_model or (server, text)
-        else:
-            first = first or detail_of(answer)
-    if base_model is not None:
-        state.base_url = base_model[0]
-        return text
-    raise ModelNotFoundError(f"{first}{near_runs(text)}")
+        if answer.status_code in (404, 400):
+            refusal = refusal or detail_of(answer)
+        else:  # it offers such a base model, or is none of ours and will say what it knows
+            offering.append(server)
+    if not offering:
+        raise ModelNotFoundError(f"{refusal}{near_runs(text)}")
+    state.base_url = offering[0]
+    return text
 
 
 def _run_route(run: str) -> str:
     return f"{API}/training_runs/{quote(run, safe='')}"
 
 
-def _is_found(answer: httpx.Response | None) -> TypeGuard[httpx.Response]:
-    return answer is not None and answer.status_code == 200
+def _model_route(name: str) -> str:
+    return f"/v1/models/{quote(name, safe='')}"
 
 
-def _get_here(server: str | None, route: str, *, is_first: bool) -> httpx.Response | None:
-    """The answer of one of the servers of this machine; None from one that does not answer.
+def _answers(state: State, route: str) -> Iterator[tuple[str | None, httpx.Response]]:
+    """The answers of a command's servers: of its own, which has to answer, then of the others."""
+    yield state.base_url, _get(state.base_url, route)
+    for server in _others(state):
+        if (answer := _get_if_there(server, route)) is not None:
+            yield server, answer
 
-    The first is the command's own, which has to.
-    """
-    if is_first:
-        return _get(server, route)
+
+def _others(state: State) -> list[str]:
+    """The servers of this machine that are asked as well, where no server was named."""
+    config = state.config(patient=False)
+    is_named = config.base_url != "local" or config.is_private  # by flag or environment
+    return [] if is_named else servers_here()
+
+
+def _get_if_there(server: str, route: str) -> httpx.Response | None:
     with contextlib.suppress(click.ClickException, LocalServerError):
         return _get(server, route)
     return None
@@ -222,11 +216,3 @@ def _get_here(server: str | None, route: str, *, is_first: bool) -> httpx.Respon
 def _get(server: str | None, route: str) -> httpx.Response:
     with resolve_address(State(base_url=server)) as (base_url, key):
         return send("GET", base_url, route, key)
-
-
-def _servers(state: State) -> Iterator[str | None]:
-    """The server of a command; where none was named, the others of this machine after it."""
-    yield state.base_url
-    config = state.config(patient=False)
-    if config.base_url == "local" and not config.is_private:  # neither by flag nor environment
-        yield from servers_here()

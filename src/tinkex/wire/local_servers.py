@@ -13,7 +13,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,23 @@ def read_record(file: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def keeper_of(data_folder: Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The record of the living `tinkex serve` of this machine that has a data folder, or {}."""
-    here = {**this_machine(), "data_dir": str(data_folder.resolve())}
+def living_servers(env: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
+    """The records of every `tinkex serve` of this user whose process is there.
+
+    A killed server leaves its file; the next one that starts removes it.
+    """
     for file in sorted((state_folder(env) / SERVING).glob("*.json")):
         record = read_record(file)
-        # A home may be shared: a process of another machine may have the number of one of ours.
-        is_here = all(record.get(name) == value for name, value in here.items())
-        if is_here and is_alive(record.get("pid")):
-            return record
-    return {}
+        if record and is_alive(record.get("pid")):
+            yield record
+
+
+def keeper_of(data_folder: Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The record of the living `tinkex serve` of this machine that has a data folder, or {}."""
+    # A home may be shared: a process of another machine may have the number of one of ours.
+    here = {**this_machine(), "data_dir": str(data_folder.resolve())}
+    keepers = (record for record in living_servers(env) if here.items() <= record.items())
+    return next(keepers, {})
 
 
 def write_record(file: Path, facts: Mapping[str, Any]) -> None:

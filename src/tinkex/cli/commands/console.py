@@ -76,8 +76,7 @@ def _link(base_url: str, key: str) -> str:
 
 def _owner_token(base_url: str) -> str:
     """The token of a server without keys that this user started; with it runs can be started."""
-    from tinkex.wire.local_servers import SERVING, read_record, state_folder
+    from tinkex.wire.local_servers import living_servers
 
-    records = map(read_record, (state_folder() / SERVING).glob("*.json"))
-    found = (r.get("owner_token") for r in records if r.get("base_url") == base_url)
-    return next((token for token in found if isinstance(token, str)), "")
+    tokens = (r.get("owner_token") for r in living_servers() if r.get("base_url") == base_url)
+    return next((token for token in tokens if isinstance(token, str)), "")

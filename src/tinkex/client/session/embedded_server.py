@@ -28,7 +28,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -40,9 +39,8 @@ from tinkex.types.service.extensions import ProcessRequest
 from tinkex.wire import requests
 from tinkex.wire.endpoints import ENDPOINTS
 from tinkex.wire.local_servers import (
-    SERVING,
-    is_alive,
     keeper_of,
+    living_servers,
     private_data_folder,
     private_kind,
     read_record,
@@ -158,7 +156,7 @@ def join_local_server(
         if base_url is None:
             keeper = _keeper(env, model, key)
         if base_url is None and keeper is None and not is_private:
-            serving = _serving(private.folder, env, model, key)
+            serving = _serving(env, model, key)
         base_url = base_url or keeper or serving or private.start(private.last_port())
     with _users_lock:
         _users[base_url] += 1
@@ -195,19 +193,17 @@ def _keeper(env: Mapping[str, str], model: str | None, key: str) -> str | None:
     return base_url
 
 
-def _serving(folder: Path, env: Mapping[str, str], model: str | None, key: str) -> str | None:
+def _serving(env: Mapping[str, str], model: str | None, key: str) -> str | None:
     """The address of a `tinkex serve` of this user that would do; says so when it is used."""
     wanted = model or DEFAULT_MODEL
-    for file in sorted((folder / SERVING).glob("*.json")):
-        record = read_record(file)
+    for record in living_servers(env):
         fits = (
             record.get("engine") == (env.get("TINKEX_LOCAL_ENGINE") or "torch")
             and record.get("needs_key") is False
             and wanted in record.get("models", ())
         )
         base_url = str(record.get("base_url", ""))
-        # A killed server leaves its file; the next one that starts removes it.
-        if fits and is_alive(record.get("pid")) and _answers(base_url, key):
+        if fits and _answers(base_url, key):
             logger.warning(
                 "Using your server at %s (`tinkex serve`, process %s), which has %s.",
                 base_url,
