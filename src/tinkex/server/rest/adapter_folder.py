@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tinkex.engine.folders import DIGEST
-from tinkex.engine.jobs import AdapterResult, DropAdapterJob, LoadAdapterJob
 from tinkex.server.files.folders import folder_size
 from tinkex.server.files.tensor_file import check_adapter
 from tinkex.server.runs import idle_run
 from tinkex.server.service.service import Service
-from tinkex.server.workers.worker import run
+from tinkex.server.workers.worker import adapter_for_a_moment
 from tinkex.store import Checkpoint, User
 from tinkex.types.account.checkpoints import TinkerPath
 
@@ -62,23 +60,17 @@ async def prove(
     if weights.exists():  # the toy's have another form
         await asyncio.to_thread(check_adapter, weights, config)
     cost = weights.stat().st_size if weights.exists() else 1
-    worker = service.workers.pool
-    adapter_id = f"import-{secrets.token_hex(8)}"
-    job = LoadAdapterJob(
-        job_id=f"{adapter_id}-load",
-        adapter_id=adapter_id,
-        base_model=base_model,
-        folder=str(folder),
-        with_optimizer=False,
-    )
-    open_work, line = service.open_work.slot(user.user_id), service.workers.training
-    async with open_work, line.slot(user.user_id, cost):
-        try:
-            loaded = await run(worker, job)
-        finally:
-            await run(worker, DropAdapterJob(job_id=f"{adapter_id}-drop", adapter_id=adapter_id))
-    assert isinstance(loaded, AdapterResult)
-    await asyncio.to_thread(_put_digest, folder, claims, loaded.content)
+    pool, user_id = service.workers.pool, user.user_id
+    async with (
+        service.open_work.slot(user_id),
+        service.workers.training.slot(user_id, cost),
+        adapter_for_a_moment(pool, "import", base_model=base_model, folder=str(folder)) as (
+            _,
+            loaded,
+        ),
+    ):
+        content = loaded.content
+    await asyncio.to_thread(_put_digest, folder, claims, content)
 
 
 def lora_of(config: dict[str, Any]) -> dict[str, Any]:

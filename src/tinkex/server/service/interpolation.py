@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 
-from tinkex.engine.jobs import AdapterResult, DropAdapterJob, LoadAdapterJob, SaveAdapterJob
-from tinkex.errors import InvalidInputError, TinkerError
+from tinkex.engine.jobs import AdapterResult, SaveAdapterJob
+from tinkex.errors import InvalidInputError
 from tinkex.server.runs import idle_run
 from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.futures import Outcome, Promise
-from tinkex.server.workers.worker import run
+from tinkex.server.workers.worker import adapter_for_a_moment, run
 from tinkex.store import Checkpoint, User
 from tinkex.types import InterpolateCheckpointsRequest, InterpolateCheckpointsResponse
 from tinkex.types.account.checkpoints import TinkerPath, check_name
@@ -81,8 +79,10 @@ class Interpolations:
         if not mark:
             return None
         store = self._deps.store
-        found = await store.call(store.checkpoints.get, path)
-        return _promise(found) if found is not None and found.request_id == request_id else None
+        checkpoint = await store.call(store.checkpoints.get, path)
+        if checkpoint is None or checkpoint.request_id != request_id:
+            return None
+        return _promise(checkpoint)
 
     async def close(self) -> None:
         """End what is under way; nothing of it was promised."""
@@ -95,11 +95,12 @@ class Interpolations:
 
     async def _readable(self, user: User, paths: Sequence[str]) -> list[Checkpoint]:
         """The sources, which the user may read now and whose adapters have one form."""
-        shelf, resolve, found = self._deps.shelf, self._deps.catalog.resolve, list[Checkpoint]()
+        shelf, resolve = self._deps.shelf, self._deps.catalog.resolve
+        sources: list[Checkpoint] = []
         for index, path in enumerate(paths):
             checkpoint, where = await shelf.readable(path, user), f"source_paths[{index}]"
             await shelf.check_plain(checkpoint, path=where)
-            first = found[0] if found else checkpoint
+            first = sources[0] if sources else checkpoint
             if resolve(checkpoint.base_model) != resolve(first.base_model):
                 raise InvalidInputError(
                     f"{path} was trained on {checkpoint.base_model!r}, {first.path} on "
@@ -114,18 +115,18 @@ class Interpolations:
                         "of one form can be added matrix by matrix",
                         path=where,
                     )
-            found.append(checkpoint)
-        return found
+            sources.append(checkpoint)
+        return sources
 
     async def _judged(
         self, user: User, asked: InterpolateCheckpointsRequest, sources: Sequence[Checkpoint]
     ) -> _Mixture:
-        paths = tuple([source.path for source in sources])
-        folders = tuple([source.folder for source in sources])
+        paths = tuple(source.path for source in sources)
+        folders = tuple(source.folder for source in sources)
         coefficients = tuple(map(float, asked.coefficients))
         # Folders never repeat, so a source that was overwritten makes another checkpoint.
-        said = repr((user.user_id, folders, coefficients)).encode()
-        digest = hashlib.blake2b(said, digest_size=12).hexdigest()
+        work = repr((user.user_id, folders, coefficients)).encode()
+        digest = hashlib.blake2b(work, digest_size=12).hexdigest()
         name = check_name(asked.output_path or f"mix-{digest}", path="output_path")
         run_id, new = sources[0].model_id, idle_run.new_run_id()
         if sources[0].user_id != user.user_id:  # nobody saves into another one's run
@@ -191,7 +192,7 @@ class Interpolations:
                 lora=sources[0].lora,
                 project_id=await self._project(target.run_id),
                 created_at=time.time(),
-                user_metadata=_said_of(mixture),
+                user_metadata=_metadata_of(mixture),
                 request_id=mixture.request_id,
             )
             await deps.shelf.register(checkpoint)
@@ -202,22 +203,15 @@ class Interpolations:
     ) -> AdapterResult:
         deps, pool = self._deps, self._deps.workers.pool
         folders = [str(await deps.shelf.at_hand(source.folder)) for source in sources]
-        name = f"interpolation-{secrets.token_hex(8)}"
-        load = LoadAdapterJob(
-            job_id=f"{name}-load",
-            adapter_id=name,
+        async with adapter_for_a_moment(
+            pool,
+            "interpolation",
             base_model=deps.catalog.resolve(sources[0].base_model),
             folder=folders[0],
-            with_optimizer=False,
             mixture=tuple(zip(folders, mixture.coefficients, strict=True)),
-        )
-        save = SaveAdapterJob(job_id=f"{name}-save", adapter_id=name, folder=str(folder))
-        try:
-            await run(pool, load)
+        ) as (name, _):
+            save = SaveAdapterJob(job_id=f"{name}-save", adapter_id=name, folder=str(folder))
             saved = await run(pool, save)
-        finally:
-            with suppress(TinkerError):  # a worker that died has dropped it
-                await run(pool, DropAdapterJob(job_id=f"{name}-drop", adapter_id=name))
         assert isinstance(saved, AdapterResult)
         return saved
 
@@ -237,11 +231,11 @@ class Interpolations:
                 base_model=first.base_model,
                 lora=first.lora,
                 optimizer_config=first.optimizer_config,
-                metadata=_said_of(mixture),
+                metadata=_metadata_of(mixture),
             )
 
 
-def _said_of(mixture: _Mixture) -> dict[str, str]:
+def _metadata_of(mixture: _Mixture) -> dict[str, str]:
     """The metadata of the checkpoint, from which its promise can be made again."""
     return {
         "origin": "interpolation",
@@ -251,11 +245,11 @@ def _said_of(mixture: _Mixture) -> dict[str, str]:
 
 
 def _promise(checkpoint: Checkpoint) -> Promise:
-    said = checkpoint.user_metadata or {}
+    metadata = checkpoint.user_metadata or {}
     answer = InterpolateCheckpointsResponse(
         path=checkpoint.path,
-        source_paths=str(said["sources"]).split(),
-        coefficients=list(map(float, str(said["coefficients"]).split())),
+        source_paths=str(metadata["sources"]).split(),
+        coefficients=list(map(float, str(metadata["coefficients"]).split())),
     )
     request_id = str(checkpoint.request_id)
     promise = Promise(request_id, checkpoint.user_id, "MintInterpolateCheckpoints")

@@ -23,10 +23,13 @@ A member of a pool is a `Worker`. What makes a member on another machine:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Protocol
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
 
-from tinkex.engine.jobs import Event, Job, Result
+from tinkex.engine.jobs import AdapterResult, DropAdapterJob, Event, Job, LoadAdapterJob, Result
+from tinkex.errors import TinkerError
 
 OnEvent = Callable[[Event], None]
 
@@ -94,3 +97,23 @@ async def run(worker: Worker, job: Job) -> Result:
     """Wait for a worker that is starting, and run one job that needs no adapter."""
     await worker.wait_ready()
     return await worker.post(job)
+
+
+@asynccontextmanager
+async def adapter_for_a_moment(
+    worker: Worker, purpose: str, **fields: Any
+) -> AsyncIterator[tuple[str, AdapterResult]]:
+    """Load an adapter of no run for the length of a block; gives its id, and what was read.
+
+    Args:
+        fields: Those of a `LoadAdapterJob`: a base model, a folder, a mixture.
+    """
+    name = f"{purpose}-{secrets.token_hex(8)}"
+    load = LoadAdapterJob(job_id=f"{name}-load", adapter_id=name, with_optimizer=False, **fields)
+    try:
+        loaded = await run(worker, load)
+        assert isinstance(loaded, AdapterResult)
+        yield name, loaded
+    finally:
+        with suppress(TinkerError):  # a worker that died has dropped it
+            await run(worker, DropAdapterJob(job_id=f"{name}-drop", adapter_id=name))
