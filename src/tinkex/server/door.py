@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from tinkex.contract.cost import LARGE
 from tinkex.server.compat.refusals import in_their_words
 from tinkex.server.fairness.gate import FairGate
-from tinkex.server.guard.auth import CALLER
+from tinkex.server.guard.auth import CALLER, USER_ID
 from tinkex.server.guard.callers import foreign_credential, is_foreign, own_credential
 from tinkex.server.guard.connections import HOLD_HEAD, PIECE_BYTES
 from tinkex.server.guard.origin import check_host, check_local
@@ -138,7 +138,7 @@ class Door(FastAPI):
     async def _route(self, request: Request, visit: _Visit) -> None:
         """Let FastAPI answer; there is room for a page of a listing before it is made."""
         try:
-            if "tinkex.user" in request.scope:
+            if USER_ID in request.scope:
                 await reserve_answer(request, PAGE_BYTES)
         except ApiError as exc:
             await self._refusal(exc, request.scope)(request.scope, request.receive, visit.send)
@@ -174,7 +174,7 @@ class Door(FastAPI):
 
     def _admit(self, user: User, scope: Scope) -> None:
         """Refuse what the user has enough of, and new things while the disk is nearly full."""
-        scope["tinkex.user"] = user.user_id
+        scope[USER_ID] = user.user_id
         self._quotas.note(user)
         self._quotas.spend(user)
         path, room = scope["path"], self._dependencies.service.room
@@ -258,7 +258,7 @@ class _Visit:
         matched = getattr(scope.get("route"), "path", "unknown")
         route = scope["path"] if self._is_known else matched
         spent_s = time.perf_counter() - self._started
-        user_id = scope.get("tinkex.user") or ""
+        user_id = scope.get(USER_ID) or ""
         dependencies.metrics.observe(route, self._status, spent_s, user_id)
         if self._status == 429 and user_id:
             dependencies.service.timelines.refused(user_id, route, time.time())
@@ -284,7 +284,7 @@ def _log(scope: Scope, route: str, request_id: str, status: int, spent_s: float)
         "at": round(time.time(), 3),
         "request_id": request_id,
         "address": scope["client"][0] if scope.get("client") else None,
-        "user": scope.get("tinkex.user"),
+        "user": scope.get(USER_ID),
         "method": scope["method"],
         "route": route,
         "status": status,

@@ -14,7 +14,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 
 from tinkex.server.console.source import console_of
-from tinkex.server.guard.auth import TOKEN_TTL_S, address_of, credential_of
+from tinkex.server.guard.auth import TOKEN_TTL_S, USER_ID, address_of, credential_of
 from tinkex.server.guard.origin import check_same_site
 from tinkex.server.http.bodies import PAGE_BYTES, let_go, reserve_answer
 from tinkex.server.http.dependencies import dependencies_of
@@ -56,7 +56,7 @@ async def visitor(request: Request) -> User:
     request.state.is_admin = await console.auth.is_admin(_cookie(request))
     request.state.is_owner = may_start(request)
     request.state.visitor = user
-    request.scope["tinkex.user"] = user.user_id
+    request.scope[USER_ID] = user.user_id
     if console.quotas is not None:
         console.quotas.note(user)
         console.quotas.spend(user)

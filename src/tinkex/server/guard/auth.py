@@ -45,6 +45,8 @@ _URN = "tml:user:"
 _KEY_CLAIM = "key_id"
 CALLER = "tinkex.caller"
 """In a request's scope: the `Identity` of the caller, once the door has let them in."""
+USER_ID = "tinkex.user"
+"""The user whose room, turns and rates a request takes: the caller, a visitor, who made a link."""
 
 
 @dataclass(frozen=True, slots=True)

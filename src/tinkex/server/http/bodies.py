@@ -17,6 +17,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
+from tinkex.server.guard.auth import USER_ID
 from tinkex.server.guard.limits import BodyBudget, body_limit, too_large
 from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.process.off_loop import LARGE_BYTES, off_loop
@@ -131,7 +132,7 @@ async def receive_body(request: Request) -> bytes:
 async def _reserve(request: Request, num_bytes: int) -> None:
     if num_bytes < SMALL_BODY_BYTES:
         return
-    user_id: str = request.scope["tinkex.user"]  # noted by whoever let the caller in
+    user_id: str = request.scope[USER_ID]  # noted by whoever let the caller in
     budget = dependencies_of(request).bodies
     held: list[tuple[str, int]] = request.scope.setdefault(_HELD, [])
     await budget.reserve(user_id, num_bytes, own_bytes=sum(size for _, size in held))
@@ -146,7 +147,7 @@ async def reserve_parsed(request: Request, num_bytes: int) -> None:
     """
     if num_bytes < SMALL_BODY_BYTES:
         return
-    user_id: str = request.scope["tinkex.user"]
+    user_id: str = request.scope[USER_ID]
     budget = dependencies_of(request).parsed_bodies
     await budget.reserve(user_id, num_bytes)
     request.scope[_PARSED] = (budget, user_id, num_bytes)
@@ -167,7 +168,7 @@ def count_answer(scope: Scope, budget: BodyBudget, num_bytes: int) -> None:
     """Count by how much an answer is larger than what was reserved for it; it is there already."""
     more = num_bytes - sum(size for _, size in scope.get(_HELD, ()))
     if more > 0 and _EXCESS not in scope:
-        scope[_EXCESS] = (scope.get("tinkex.user", ""), more)
+        scope[_EXCESS] = (scope.get(USER_ID, ""), more)
         budget.exceed(*scope[_EXCESS])
 
 
@@ -273,5 +274,5 @@ def _room_for(raw: bytes) -> int:
 
 async def parse_in_turn(request: Request, cost: int, work: Callable[..., T], *args: Any) -> T:
     """Run `work` on a thread, in one of a few turns that are fair between users."""
-    async with dependencies_of(request).reading.slot(request.scope["tinkex.user"], cost):
+    async with dependencies_of(request).reading.slot(request.scope[USER_ID], cost):
         return await asyncio.to_thread(work, *args)

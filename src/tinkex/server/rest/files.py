@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
 from tinkex.server.files.tar import FolderTar
-from tinkex.server.guard.auth import credential_of
+from tinkex.server.guard.auth import USER_ID, credential_of
 from tinkex.server.http.bodies import reserve_answer
 from tinkex.server.http.dependencies import dependencies_of
 from tinkex.server.http.handlers import serve
@@ -117,7 +117,7 @@ def _span(header: str | None, size: int) -> tuple[int, int] | None:
 async def _trace(request: Request, user_id: str, resource: dict[str, Any]) -> Response:
     """A trace, in a turn of its user: it is made of very many rows."""
     parts = dependencies_of(request)
-    request.scope["tinkex.user"] = user_id  # whose room and turn it takes
+    request.scope[USER_ID] = user_id  # whose room and turn it takes
     async with parts.drawing.slot(user_id):
         await reserve_answer(request, TRACE_BYTES)
         trace = await session_trace(parts.service, resource["trace"], resource.get("run"))

@@ -20,7 +20,7 @@ from tinkex.errors import InvalidInputError
 from tinkex.server.files import adapter_archive
 from tinkex.server.files.disk_quota import OverQuotaError
 from tinkex.server.files.uploads import Upload
-from tinkex.server.guard.auth import CurrentUser
+from tinkex.server.guard.auth import USER_ID, CurrentUser
 from tinkex.server.http.bodies import body_pieces, declared_bytes, header, read
 from tinkex.server.http.dependencies import AppDependencies, dependencies_of
 from tinkex.server.http.handlers import answer, serve
@@ -76,7 +76,7 @@ async def upload_file(request: Request, token: Text, file_name: Text) -> Respons
     if header(request, b"content-encoding").strip().lower() not in ("", "identity"):
         raise ApiError(415, "Send the file as it is, without a Content-Encoding.")
     upload, name = parts.shelf.uploads.of_user(resource["upload"], user_id), resource["name"]
-    request.scope["tinkex.user"] = user_id
+    request.scope[USER_ID] = user_id
 
     await _note_limits(parts, user_id)
 

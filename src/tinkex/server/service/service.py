@@ -426,8 +426,8 @@ class Service:
             if inbox is None:
                 lane = await self._make_lane(model_id)
                 await lane.open()
-                between = await self.store.call(self.store.journal.unnumbered, model_id)
-                inbox = self._inboxes[model_id] = Inbox(lane, self._deps, between)
+                unnumbered = await self.store.call(self.store.journal.unnumbered, model_id)
+                inbox = self._inboxes[model_id] = Inbox(lane, self._deps, unnumbered)
         return inbox
 
     async def _make_lane(self, model_id: str) -> Lane:

@@ -47,11 +47,11 @@ class _Taken:
 
 
 class Inbox:
-    def __init__(self, lane: Lane, deps: Dependencies, between: Iterable[int] = ()) -> None:
-        """`between`: the places of the requests so far that have no number of their client's."""
+    def __init__(self, lane: Lane, deps: Dependencies, unnumbered: Iterable[int] = ()) -> None:
+        """`unnumbered`: the places of the requests so far that have no number of their client's."""
         self.lane = lane
         self._deps = deps
-        self._numbering = Numbering(between)
+        self._numbering = Numbering(unnumbered)
         self._places: OrderedDict[str, int] = OrderedDict()  # of those, by idempotency key
         self._taken: dict[int, _Taken] = {}
         self._newest = -1  # of those taken; looking through thousands would cost every request
@@ -77,8 +77,7 @@ class Inbox:
         identity = operation.identity(opened)
         digest = await off_loop(len(identity), body_hash, operation.name, identity)
         newest = max(self.lane.queue.numbers.newest, self._newest)
-        is_between = operation.is_unnumbered
-        if is_between:
+        if operation.is_unnumbered:
             seq_id = self._places.get(key, newest + 1) if key else newest + 1
         elif seq_id is None:
             seq_id = newest + 1
@@ -90,8 +89,8 @@ class Inbox:
             return await self._from_journal(digest, seq_id)
         self._check_number(seq_id, newest)
         # From the look above to here nothing waits, so no repeat slips in between.
-        with self._take(seq_id, digest, is_between=is_between) as taken:
-            if is_between and key:
+        with self._take(operation, seq_id, digest) as taken:
+            if operation.is_unnumbered and key:
                 self._places[key] = seq_id
             row, checked = await self._judged(operation, opened, user, seq_id, taken)
             self._deps.ends.ride()
@@ -106,12 +105,12 @@ class Inbox:
         return promise
 
     @contextmanager
-    def _take(self, seq_id: int, digest: bytes, *, is_between: bool) -> Iterator[_Taken]:
+    def _take(self, operation: Operation[Any], seq_id: int, digest: bytes) -> Iterator[_Taken]:
         """The number is taken from here on; it is free again if the trouble inside is our own."""
         deps, user_id = self._deps, self.lane.model.user_id
         deps.room.require()
         deps.open_work.require(user_id)
-        if is_between:
+        if operation.is_unnumbered:
             self._numbering.insert(seq_id)
         taken = self._taken[seq_id] = _Taken(digest, asyncio.get_running_loop().create_future())
         self._newest = max(self._newest, seq_id)
@@ -129,7 +128,7 @@ class Inbox:
             taken.accepted.set_result(copy.copy(exc) if isinstance(exc, Exception) else _cut_off())
             if not isinstance(exc, InvalidInputError):  # it may be sent again
                 self._taken.pop(seq_id, None)
-                if is_between:
+                if operation.is_unnumbered:
                     self._leave(seq_id)
                 self._newest = max(self._taken, default=-1)
             raise

@@ -130,9 +130,8 @@ class Results:
     def _outcome(self, row: JournalOutline) -> Outcome:
         if row.state in ("failed", "refused"):
             return Outcome(error=row.error or "failed", category=row.error_category or "server")
-        if (
-            row.state == "accepted"
-        ):  # no lane has it: it ran, and a crash on a full disk lost its end
+        # No lane has it: it ran, and a crash on a full disk lost its end.
+        if row.state == "accepted":
             error = "The request ran, but its result was lost when the server died."
             return Outcome(error=error, category="lost")
         if row.result_bytes is None:
