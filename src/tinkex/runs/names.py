@@ -7,7 +7,6 @@ of `run_log`, nothing of servers: a checkpoint it names may be gone there.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.errors import ConfigError, ModelNotFoundError
+from tinkex.runs import json_lines
 from tinkex.runs.run_log import SERVER_FILE
 from tinkex.wire.local_servers import RUN_NAMES, read_record, state_folder
 
@@ -114,9 +114,7 @@ def _file() -> Path:
 def _write(names: dict[str, str]) -> None:
     file = _file()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = file.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(names, indent=2) + "\n", "utf-8")
-    os.replace(aside, file)
+    json_lines.write_whole(file, [json.dumps(names, indent=2), "\n"])
 
 
 def _names() -> dict[str, str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.server.console.colors import color_of
-from tinkex.server.console.resumption import COMMAND, FINISHED
+from tinkex.server.console.resumption import COMMAND, FINISHED, ROLLOUTS
 from tinkex.server.console.settings_view import flat
 from tinkex.server.console.source import Query, Source, age, copied, number_in, resume
 from tinkex.server.console.sparks import spark
@@ -30,7 +30,7 @@ from tinkex.server.process.problems import ApiError
 from tinkex.server.runs.curves import MAX_CURVES, Curve, most_points
 from tinkex.store import User
 
-METRICS, ROLLOUTS, CONFIG = "metrics.jsonl", "rollouts.jsonl", "config.json"
+METRICS, CONFIG = "metrics.jsonl", "config.json"
 MAX_DEPTH = 4
 MAX_RUNS = 10_000
 MAX_LINE = 4_000_000
@@ -397,5 +397,5 @@ def _json_file(file: Path) -> dict[str, Any]:
 
 def _first(config: dict[str, Any], names: tuple[str, ...]) -> Any:
     """The first setting of such a name, wherever in the config it stands."""
-    found = {key.rpartition(".")[2]: value for key, value in flat(config)}
-    return next((found[name] for name in names if found.get(name) is not None), "")
+    settings = {key.rpartition(".")[2]: value for key, value in flat(config)}
+    return next((settings[name] for name in names if settings.get(name) is not None), "")

@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tinkex.server.console.command_line import line
 from tinkex.types.account.checkpoints import TinkerPath
 from tinkex.wire.local_servers import RUN_NAMES, read_record, state_folder
 
@@ -23,13 +22,9 @@ MAX_TAIL = 64 * 1024
 """Of a file of checkpoints only its end is read."""
 
 
-def resume_arguments(folder: Path) -> list[str]:
+def resume_arguments(folder: Path | str) -> list[str]:
+    """The command that resumes a run of a recipe, where it was started or anywhere."""
     return ["train", "resume", str(folder)]
-
-
-def resume_command(log_dir: str) -> str:
-    """The command that resumes a run of a recipe, to type where it was started."""
-    return line(["train", "resume", log_dir])
 
 
 def folder_of_run(log_dir: object, run_ids: Collection[str], base: Path) -> Path | None:
@@ -40,14 +35,14 @@ def folder_of_run(log_dir: object, run_ids: Collection[str], base: Path) -> Path
         run_ids: All segments of the run.
         base: What a relative folder is relative to, unless the run has a name on this machine.
     """
-    found = _folders_of_run(log_dir, run_ids, base)
-    return next((folder for folder in found if is_resumable(folder)), None)
+    folders = _folders_of_run(log_dir, run_ids, base)
+    return next((folder for folder in folders if is_resumable(folder)), None)
 
 
 def rollouts_of_run(log_dir: object, run_ids: Collection[str], base: Path) -> Path | None:
     """The log folder that has the answers of a server's run, or None; arguments as above."""
-    found = _folders_of_run(log_dir, run_ids, base)
-    return next((folder for folder in found if _is_safe(folder / ROLLOUTS)), None)
+    folders = _folders_of_run(log_dir, run_ids, base)
+    return next((folder for folder in folders if _is_safe(folder / ROLLOUTS)), None)
 
 
 def _folders_of_run(log_dir: object, run_ids: Collection[str], base: Path) -> Iterator[Path]:

@@ -23,7 +23,7 @@ from tinkex.server.console.command_line import line
 from tinkex.server.console.folder_runs import Folder
 from tinkex.server.console.launch_pages import resumable_folder, rollouts_folder
 from tinkex.server.console.metric_files import MEDIA, Kind, metric_file
-from tinkex.server.console.resumption import resume_arguments, resume_command
+from tinkex.server.console.resumption import resume_arguments
 from tinkex.server.console.rollout_view import Coloring, rollout_view
 from tinkex.server.console.settings_view import settings_view, shown, sort_runs
 from tinkex.server.console.shell import PageRoute, page
@@ -38,6 +38,7 @@ from tinkex.server.console.source import (
     thinned_curves,
 )
 from tinkex.server.console.visitors import Visitor, begin_stream, may_look_on
+from tinkex.server.guard.auth import USER_ID
 from tinkex.server.http import inputs
 from tinkex.server.http.handlers import answer
 from tinkex.server.process.problems import ApiError
@@ -57,8 +58,8 @@ MetricNames = Annotated[list[Text], Query(default_factory=list, max_length=50)]
 
 
 def _run_ids(runs: list[str]) -> list[str]:
-    given = ",".join(runs)[:5000].split(",")
-    return list(dict.fromkeys(run_id for run_id in given if run_id))[:MAX_COMPARED]
+    ids = ",".join(runs)[:5000].split(",")
+    return list(dict.fromkeys(run_id for run_id in ids if run_id))[:MAX_COMPARED]
 
 
 def _eyes(request: Request, user: User) -> User | None:
@@ -72,8 +73,8 @@ async def _runs(request: Request, user: User, query: sources.Query) -> dict[str,
     source = source_of(request)
     if query.view == "folders" and not source.has_folders:
         query = query.model_copy(update={"view": ""})
-    found = await source.page(user, query)
-    return {**found, "page": query.page, "query": query}
+    listing = await source.page(user, query)
+    return {**listing, "page": query.page, "query": query}
 
 
 Asked = Annotated[sources.Query, Query()]
@@ -81,11 +82,11 @@ Asked = Annotated[sources.Query, Query()]
 
 @router.get("")
 async def runs_page(request: Request, user: Visitor, query: Asked) -> Response:
-    found = await _runs(request, user, query)
-    query = found["query"]
+    listing = await _runs(request, user, query)
+    query = listing["query"]
     if query.view == "settings":
-        found["runs"] = sort_runs(found["runs"], query.by, down=query.down)
-        found["settings"] = await asyncio.to_thread(settings_view, found["runs"])
+        listing["runs"] = sort_runs(listing["runs"], query.by, down=query.down)
+        listing["settings"] = await asyncio.to_thread(settings_view, listing["runs"])
     return page(
         request,
         "settings.html" if query.view == "settings" else "runs.html",
@@ -93,28 +94,28 @@ async def runs_page(request: Request, user: Visitor, query: Asked) -> Response:
         has_folders=source_of(request).has_folders,
         sorts=sources.SORTS,
         statuses=sources.STATUSES,
-        **found,
+        **listing,
     )
 
 
 @router.get("/api/runs")
 async def runs_json(request: Request, user: Visitor, query: Asked) -> Response:
-    found = await _runs(request, user, query)
-    return answer({name: value for name, value in found.items() if name != "query"})
+    listing = await _runs(request, user, query)
+    return answer({name: value for name, value in listing.items() if name != "query"})
 
 
 @router.get("/runs/{run_id}")
 async def run_page(request: Request, user: Visitor, run_id: inputs.Text) -> Response:
     source = source_of(request)
-    found = await source.run(_eyes(request, user), run_id)
+    run = await source.run(_eyes(request, user), run_id)
     curves = await source.curves(run_id)
     last = {name: curve.values[-1] for name, curve in sorted(curves.items()) if curve.values}
-    settings = [(name, shown(value)) for name, value in found["settings"].items()]
-    facts = {**_head_facts(request, user, found), **await _resuming(request, found)}
+    settings = [(name, shown(value)) for name, value in run["settings"].items()]
+    facts = {**_head_facts(user, run), **await _resuming(request, run)}
     return page(request, "run.html", user, last=last, settings=settings, **facts)
 
 
-def _head_facts(request: Request, user: User, run: dict[str, Any]) -> dict[str, Any]:
+def _head_facts(user: User, run: dict[str, Any]) -> dict[str, Any]:
     """The facts of `run_head.html`, which all pages of a run begin with."""
     is_mine = "folder" not in run and run["owner"] == user.user_id
     return {"run": run, "is_mine": is_mine}
@@ -126,13 +127,14 @@ async def _resuming(request: Request, run: dict[str, Any]) -> dict[str, Any]:
         return {"resume_command": line(resume_arguments(folder)), "may_resume": True}
     log_dir = run["settings"].get("log_dir")
     is_elsewhere = "folder" not in run and isinstance(log_dir, str) and run["resume"]
-    return {"resume_command": resume_command(log_dir) if is_elsewhere else "", "may_resume": False}
+    command = line(resume_arguments(log_dir)) if is_elsewhere else ""
+    return {"resume_command": command, "may_resume": False}
 
 
 @router.get("/api/runs/{run_id}")
 async def run_json(request: Request, user: Visitor, run_id: inputs.Text) -> Response:
-    found = await source_of(request).run(_eyes(request, user), run_id)
-    return answer({**found, "curves": (await _drawn(request, [run_id]))[run_id]})
+    run = await source_of(request).run(_eyes(request, user), run_id)
+    return answer({**run, "curves": (await _drawn(request, [run_id]))[run_id]})
 
 
 @router.get("/runs/{run_id}/metrics.{kind}")
@@ -164,7 +166,7 @@ async def curves_json(
 
 def _turn(request: Request) -> AbstractAsyncContextManager[None]:
     """A turn at what is made of very many points."""
-    return console_of(request).drawing.slot(request.scope.get("tinkex.user", ""))
+    return console_of(request).drawing.slot(request.scope.get(USER_ID, ""))
 
 
 async def _drawn(
@@ -223,7 +225,7 @@ async def rollouts_page(
         request,
         "rollouts.html",
         user,
-        **_head_facts(request, user, run),
+        **_head_facts(user, run),
         color=color,
         agreement=agreement,
         file=found["file"],
@@ -318,9 +320,9 @@ async def compare_json(
     request: Request, user: Visitor, runs: RunIds, baseline: Text = ""
 ) -> Response:
     found = await _compared(request, user, runs, baseline)
-    drawn = await _drawn(request, [one["run_id"] for one in found])
-    for one in found:
-        one["curves"] = drawn[one["run_id"]]
+    drawn = await _drawn(request, [run["run_id"] for run in found])
+    for run in found:
+        run["curves"] = drawn[run["run_id"]]
     return answer({"runs": found, "baseline": baseline})
 
 
