@@ -244,10 +244,10 @@ def read_calls(body: str) -> list[ToolCall]:
         except (ValueError, RecursionError):
             return []
         items = value if isinstance(value, list) else [value]
-        found = [call_of(item) for item in items[:MAX_CALLS]]
-        if None in found or len(items) + len(calls) > MAX_CALLS:
+        read = [call_of(item) for item in items[:MAX_CALLS]]
+        if None in read or len(items) + len(calls) > MAX_CALLS:
             return []
-        calls += [call for call in found if call is not None]
+        calls += [call for call in read if call is not None]
         between = _BETWEEN.match(body, offset)
         offset = between.end() if between else offset
     return calls

@@ -15,8 +15,8 @@ _SAID: set[str] = set()
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
     """The known name that `name` was probably meant to be."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return near[0] if near else None
 
 
 def warn_of_variables(env: Mapping[str, str], known: Mapping[str, str]) -> None:

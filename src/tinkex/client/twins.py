@@ -63,8 +63,12 @@ def awaited(
 
     twin = _twin(run, method, "Like `{}`, and gives the value once it is there.", is_old=True)
     # What `help()` shows: the value, not the future that the method itself gives.
-    if isinstance(said := method.__annotations__.get("return"), str):
-        value = said.partition("[")[2][:-1] if "[" in said else said.removesuffix("Future")
+    if isinstance(annotation := method.__annotations__.get("return"), str):
+        value = (
+            annotation.partition("[")[2][:-1]
+            if "[" in annotation
+            else annotation.removesuffix("Future")
+        )
         signature = inspect.signature(method).replace(return_annotation=value)
         twin.__annotations__ = {**method.__annotations__, "return": value}
         twin.__signature__ = signature  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ def install(app: FastAPI) -> None:
                     _describe(operation, endpoint, schemas)
             return app.openapi_schema or document
 
-    async def told(_: Request) -> Response:
+    async def document_route(_: Request) -> Response:
         content = await asyncio.to_thread(lambda: json.dumps(openapi()).encode())
         return Response(content, media_type="application/json")
 
@@ -47,7 +47,7 @@ def install(app: FastAPI) -> None:
     app.router.routes[:] = [
         route for route in app.router.routes if getattr(route, "path", "") != url
     ]
-    app.add_route(url, told, include_in_schema=False)
+    app.add_route(url, document_route, include_in_schema=False)
 
 
 def _describe(operation: dict[str, Any], endpoint: Endpoint, schemas: dict[str, Any]) -> None:

@@ -183,7 +183,7 @@ async def test_commands_are_bounded_stopped_and_end_with_the_console(
     await launcher.close()
     assert second.process.returncode is not None
     assert third.status == "finished"
-    assert third.told()["log"].strip()
+    assert third.facts()["log"].strip()
 
 
 async def test_a_console_ends_though_a_command_left_a_program_behind(
@@ -210,7 +210,7 @@ async def test_a_command_takes_no_module_from_the_folder_it_runs_in(tmp_path: Pa
     launch = await launcher.start(["version"], "")
     await asyncio.wait_for(launch.process.wait(), PATIENCE_S)
     await launcher.close()
-    assert launch.status == "finished", launch.told()["log"]
+    assert launch.status == "finished", launch.facts()["log"]
 
 
 async def test_the_console_of_folders_starts_commands_with_its_link_alone(tmp_path: Path):

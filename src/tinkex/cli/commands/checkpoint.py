@@ -129,9 +129,11 @@ def interpolate(state: State, sources: tuple[str, ...], name: str | None) -> Non
     pairs = [_weighted(source) for source in sources]
     paths = [resolve_checkpoint(state, path) for path, _ in pairs]
     with state.rest() as rest:
-        made = rest.interpolate_checkpoints(paths, [c for _, c in pairs], name).result()
+        response = rest.interpolate_checkpoints(paths, [c for _, c in pairs], name).result()
     parts = " + ".join(f"{c:g} x {path}" for path, (_, c) in zip(paths, pairs, strict=True))
-    state.show(properties(None, {"Checkpoint": made.path, "Sum of": parts}), made.model_dump())
+    state.show(
+        properties(None, {"Checkpoint": response.path, "Sum of": parts}), response.model_dump()
+    )
 
 
 def _weighted(text: str) -> tuple[str, float]:

@@ -73,6 +73,7 @@ def _put(url: str, file: Path) -> None:
     """Send a file; a repeat after a lost answer is told that it is there already."""
     import httpx
 
+    from tinkex.cli.address import detail_of
     from tinkex.wire.loopback import DIRECT
 
     timeout = httpx.Timeout(60, write=600, read=600)
@@ -87,15 +88,9 @@ def _put(url: str, file: Path) -> None:
             continue
         if answer.is_success or (answer.status_code == 409 and _digest(file) in answer.text):
             return
-        raise click.ClickException(f"{file.name} was refused: {_said(answer)}")
+        raise click.ClickException(f"{file.name} was refused: {detail_of(answer)}")
 
 
 def _digest(file: Path) -> str:
     with file.open("rb") as body:
         return hashlib.file_digest(body, "sha256").hexdigest()
-
-
-def _said(answer: Any) -> str:
-    from tinkex.cli.address import detail_of
-
-    return detail_of(answer)

@@ -119,7 +119,7 @@ def list_(state: State, limit: int, offset: int, columns: list[str], everywhere:
 
 
 def _list_everywhere(state: State, limit: int, offset: int, columns: list[str]) -> None:
-    found = []
+    listings = []
     for server in servers_here():
         try:
             with State(base_url=server).rest() as rest:
@@ -129,12 +129,12 @@ def _list_everywhere(state: State, limit: int, offset: int, columns: list[str]) 
         except TinkerError as exc:  # it may be stopping; the others are shown all the same
             state.note(f"The server {server} shows no runs: {words(exc)}")
             continue
-        found.append({"server": server, "runs": runs, "total": total})
+        listings.append({"server": server, "runs": runs, "total": total})
         if state.format != "json":
             state.note(f"Runs of the server {server}:")
             state.show_items(_listing(columns), runs, total=total)
     if state.format == "json":
-        state.show("", {"servers": found})
+        state.show("", {"servers": listings})
 
 
 @run.command()
@@ -210,12 +210,12 @@ def delete(state: State, run: str, yes: bool) -> None:
     """
     local, chosen = find(run), run_of(state, run)
     with state.rest() as rest:
-        found = rest.get_training_run(chosen).result()
-        known = " ".join(filter(None, [found.name, f"({found.training_run_id})"]))
+        described = rest.get_training_run(chosen).result()
+        known = " ".join(filter(None, [described.name, f"({described.training_run_id})"]))
         if not yes:
             question = f"Delete the run {known} and all its checkpoints for good?"
             click.confirm(question, abort=True, err=True)
-        deleted = rest.delete_run(found.training_run_id).result()
+        deleted = rest.delete_run(described.training_run_id).result()
     if local is not None:
         forget(run)
         state.note(f"Its log folder stays: {local.folder}")

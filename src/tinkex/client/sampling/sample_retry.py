@@ -68,8 +68,8 @@ class RetryConfig:
             return False
         if isinstance(error, TinkerError) and not error.retryable:
             return False
-        told = isinstance(error, APIStatusError | RequestFailedError)
-        return told or isinstance(error, self.retryable_exceptions)
+        from_server = isinstance(error, APIStatusError | RequestFailedError)
+        return from_server or isinstance(error, self.retryable_exceptions)
 
     def delay_s(self, attempt: int, uniform: Callable[[], float] = random.random) -> float:
         """The pause before a sample is made anew, `attempt` of them before this one."""

@@ -323,8 +323,10 @@ class _Poll(Generic[T]):
         )
 
     def _failed(self, body: dict[str, Any]) -> RequestFailedError:
-        said = RequestFailedResponse.model_validate(body)
-        return RequestFailedError(said.error, request_id=self.request_id, category=said.category)
+        failure = RequestFailedResponse.model_validate(body)
+        return RequestFailedError(
+            failure.error, request_id=self.request_id, category=failure.category
+        )
 
     async def _decode(self, reply: Reply) -> T:
         self.waiting.state = "fetching"

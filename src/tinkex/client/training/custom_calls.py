@@ -68,8 +68,8 @@ def prepare_custom(
                 path="loss_fn",
             )
         if loss_fn.loss_id is not None:
-            given = [TEACHER_LOGPROBS.name] if teacher is not None else []
-            check_loss_inputs(loss_fn, data, besides=given)
+            filled = [TEACHER_LOGPROBS.name] if teacher is not None else []
+            check_loss_inputs(loss_fn, data, besides=filled)
             config = {"loss_id": loss_fn.loss_id}
             return lambda client: client.forward_backward(
                 data, "custom", config, teacher=teacher, options=options

@@ -187,8 +187,8 @@ def _near(name: str, known: Sequence[str]) -> list[str]:
     Comparing two names can take the product of their lengths, and a user may have ten thousand.
     """
     whole = {each[:NEAR_LENGTH]: each for each in reversed(known[:NEAR_AMONG])}
-    found = difflib.get_close_matches(name[:NEAR_LENGTH], list(whole), n=3, cutoff=0.5)
-    return [whole[each] for each in found]
+    near = difflib.get_close_matches(name[:NEAR_LENGTH], list(whole), n=3, cutoff=0.5)
+    return [whole[each] for each in near]
 
 
 def _last_checkpoints(

@@ -24,11 +24,11 @@ def arguments(form: Mapping[str, Any], values: Mapping[str, str], *more: str) ->
     options: list[str] = []
     positional: list[str] = []
     for field in form["fields"]:
-        given = values.get(field["name"], "").strip()
-        _check(field, given)
-        if not given:
+        text = values.get(field["name"], "").strip()
+        _check(field, text)
+        if not text:
             continue
-        parts = given.splitlines() if field["is_multiple"] else [given]
+        parts = text.splitlines() if field["is_multiple"] else [text]
         if field["flag"] is None:
             positional += parts
         elif field["kind"] == "flag":
@@ -41,14 +41,14 @@ def arguments(form: Mapping[str, Any], values: Mapping[str, str], *more: str) ->
     return [*positional, *options]
 
 
-def _check(field: Mapping[str, Any], given: str) -> None:
+def _check(field: Mapping[str, Any], value: str) -> None:
     name = field["flag"] or str(field["name"]).upper()
-    if field["is_required"] and not given:
+    if field["is_required"] and not value:
         raise ApiError(400, f"{name} is needed.")
-    if len(given) > MAX_VALUE or "\0" in given:
+    if len(value) > MAX_VALUE or "\0" in value:
         raise ApiError(400, f"{name} must be a text of at most {MAX_VALUE} characters.")
-    if given and field["choices"] and not set(given.splitlines()) <= set(field["choices"]):
-        raise ApiError(400, f"{name} is one of {', '.join(field['choices'])}, got {given[:60]!r}.")
+    if value and field["choices"] and not set(value.splitlines()) <= set(field["choices"]):
+        raise ApiError(400, f"{name} is one of {', '.join(field['choices'])}, got {value[:60]!r}.")
 
 
 def line(argv: Sequence[str]) -> str:

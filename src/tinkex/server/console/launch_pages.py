@@ -92,7 +92,9 @@ async def start_page(request: Request, user: Visitor) -> Response:
 def _launches(request: Request) -> dict[str, Any]:
     if not may_start(request):
         return {"may_start": False, "launches": []}
-    launches = [{**one.told(), "age": age(one.started_at)} for one in _launcher(request).launches]
+    launches = [
+        {**launch.facts(), "age": age(launch.started_at)} for launch in _launcher(request).launches
+    ]
     return {"may_start": True, "launches": launches}
 
 
@@ -126,7 +128,7 @@ async def _form_page(
     )
 
 
-async def _asked(request: Request, name: str, *more: str) -> list[str]:
+async def _argv(request: Request, name: str, *more: str) -> list[str]:
     """The arguments of `tinkex` that a form asks for, with `more` options."""
     form = await forms.of(name)
     given = await form_values(request)
@@ -138,7 +140,7 @@ async def start(request: Request, user: Visitor, _: Changing, name: inputs.Text)
     """Start a recipe or an export, or say why not."""
     launcher = _launcher(request)
     try:
-        launch = await launcher.start(await _asked(request, name), _base_url(request))
+        launch = await launcher.start(await _argv(request, name), _base_url(request))
     except ApiError as exc:
         return await _form_page(request, user, name, await form_values(request), str(exc))
     return RedirectResponse(f"/console/launches/{launch.launch_id}", status_code=303)
@@ -151,7 +153,7 @@ async def command(request: Request, user: Visitor, _: Changing, name: inputs.Tex
     if not source_of(request).is_local and not may_start(request):
         server = [f"--base-url={str(request.base_url).rstrip('/')}"]
     try:
-        return answer({"command": line(await _asked(request, name, *server))})
+        return answer({"command": line(await _argv(request, name, *server))})
     except ApiError as exc:
         return answer({"command": "", "missing": str(exc)})
 
@@ -195,12 +197,12 @@ async def resume_run(request: Request, user: Visitor, _: Changing, run_id: input
 @router.get("/launches/{launch_id}")
 async def launch_page(request: Request, user: Visitor, launch_id: inputs.Text) -> Response:
     launch = _launcher(request).get(launch_id)
-    return page(request, "launch.html", user, launch=launch.told(), age=age(launch.started_at))
+    return page(request, "launch.html", user, launch=launch.facts(), age=age(launch.started_at))
 
 
 @router.get("/api/launches/{launch_id}")
 async def launch_json(request: Request, user: Visitor, launch_id: inputs.Text) -> Response:
-    return answer(_launcher(request).get(launch_id).told())
+    return answer(_launcher(request).get(launch_id).facts())
 
 
 @router.post("/launches/{launch_id}")

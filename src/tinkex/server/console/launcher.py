@@ -56,7 +56,7 @@ class Launch:
             return "finished"
         return "stopped" if self.is_stopping or code == _INTERRUPTED else "failed"
 
-    def told(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         return {
             "launch_id": self.launch_id,
             "command": line(self.argv),

@@ -83,20 +83,20 @@ async def change_checkpoint(
     """Publish, unpublish, delete or keep for a while one checkpoint of the visitor's own."""
     shelf = service_of(request).shelf
     parsed = parse_path(path)
-    found = await shelf.owned(parsed, user)
+    stored = await shelf.owned(parsed, user)
     if action == "delete" and not confirmed:
         detail = f"{path} is deleted for good."
         values = [("path", path), ("action", action)]
         return confirmation(
-            request, user, f"Delete the checkpoint {found.name}?", detail, "Delete", values
+            request, user, f"Delete the checkpoint {stored.name}?", detail, "Delete", values
         )
     if action == "delete":
-        await shelf.delete(found)
+        await shelf.delete(stored)
     elif action in ("publish", "unpublish"):
-        await shelf.set_public(found, action == "publish")
+        await shelf.set_public(stored, action == "publish")
     elif action == "ttl":
         if ttl_seconds is not None:  # the choice that says how it is now has no value
-            await shelf.set_ttl(found, ttl_seconds or None)
+            await shelf.set_ttl(stored, ttl_seconds or None)
     else:
         raise ApiError(400, f"No action {action!r}; use publish, unpublish, ttl or delete.")
     return RedirectResponse(f"/console/runs/{parsed.run_id}", status_code=303)
@@ -111,16 +111,16 @@ async def delete_runs(
     confirmed: Confirmed = "",
 ) -> Response:
     """Delete runs of the visitor's own for good; those that cannot go are named."""
-    found = [await console_of(request).source.run(user, run_id) for run_id in dict.fromkeys(runs)]
+    chosen = [await console_of(request).source.run(user, run_id) for run_id in dict.fromkeys(runs)]
     if not confirmed:
-        names = ", ".join(run["name"] for run in found)
-        question = f"Delete {len(found)} run{'s' if len(found) != 1 else ''}?"
+        names = ", ".join(run["name"] for run in chosen)
+        question = f"Delete {len(chosen)} run{'s' if len(chosen) != 1 else ''}?"
         detail = f"Checkpoints, curves and state are deleted for good: {names}"
-        values = [("runs", run["run_id"]) for run in found]
+        values = [("runs", run["run_id"]) for run in chosen]
         return confirmation(request, user, question, detail, "Delete", values)
     service = service_of(request)
     refusals = []
-    for run in found:
+    for run in chosen:
         model = await service.store.call(service.store.models.get, run["run_id"])
         try:
             if model is not None:
@@ -128,8 +128,8 @@ async def delete_runs(
         except (ApiError, InvalidInputError) as exc:
             refusals.append(str(exc))
     if refusals:
-        deleted = f"{len(found) - len(refusals)} of {len(found)} runs were deleted. "
-        raise ApiError(400, (deleted if len(found) > 1 else "") + " ".join(refusals))
+        deleted = f"{len(chosen) - len(refusals)} of {len(chosen)} runs were deleted. "
+        raise ApiError(400, (deleted if len(chosen) > 1 else "") + " ".join(refusals))
     return RedirectResponse("/console", status_code=303)
 
 
@@ -147,12 +147,12 @@ async def download(
 @router.get("/runs/{run_id}/trace")
 async def trace(request: Request, user: Visitor, run_id: inputs.Text) -> Response:
     """The timeline of a run of the visitor's own, for ui.perfetto.dev."""
-    found = await console_of(request).source.run(user, run_id)
+    shown = await console_of(request).source.run(user, run_id)
     service = service_of(request)
-    model = await service.store.call(service.store.models.get, found["run_id"])
+    model = await service.store.call(service.store.models.get, shown["run_id"])
     assert model is not None
     content = await session_trace(service, model.session_id, model.model_id)
-    headers = {"Content-Disposition": f'attachment; filename="{file_stem(found["name"])}.pftrace"'}
+    headers = {"Content-Disposition": f'attachment; filename="{file_stem(shown["name"])}.pftrace"'}
     return Response(content, headers=headers, media_type="application/octet-stream")
 
 

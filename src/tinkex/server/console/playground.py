@@ -42,8 +42,8 @@ async def _choices(request: Request, user: User) -> list[tuple[str, list[tuple[s
     sampled = [row for row in rows if row and row.kind == "sampler_weights"][:MAX_CHECKPOINTS]
     ids = {row.model_id for row in sampled}
     models = {run_id: await store.call(store.models.get, run_id) for run_id in ids}
-    found = {model.session_id for model in models.values() if model is not None}
-    sessions = await store.call(store.sessions.by_id, found)
+    session_ids = {model.session_id for model in models.values() if model is not None}
+    sessions = await store.call(store.sessions.by_id, session_ids)
 
     def called(row: Checkpoint) -> str:
         model = models.get(row.model_id)

@@ -60,8 +60,8 @@ class SettingsView:
 def settings_view(runs: Sequence[dict[str, Any]], baseline: str = "") -> SettingsView:
     """`runs` as a `Source` tells them."""
     names = dict.fromkeys(name for run in runs for name in run["settings"])
-    at = next((i for i, run in enumerate(runs) if run["run_id"] == baseline), None)
-    rows = [ComparedSetting(name, _cells(runs, name, at)) for name in sorted(names)]
+    number = next((i for i, run in enumerate(runs) if run["run_id"] == baseline), None)
+    rows = [ComparedSetting(name, _cells(runs, name, number)) for name in sorted(names)]
     silent = [run["name"] for run in runs if not run["tells_settings"]]
     return SettingsView(rows, silent)
 

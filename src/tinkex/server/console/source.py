@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import urlencode
@@ -185,7 +185,7 @@ def copied(curve: Curve) -> Curve:
     return replace(curve, **lists)  # type: ignore[arg-type]
 
 
-def _told(curve: Curve, start: int = 0, every: int = 1) -> dict[str, Any]:
+def _points(curve: Curve, start: int = 0, every: int = 1) -> dict[str, Any]:
     chosen = slice(start + (len(curve.steps) - 1 - start) % every, None, every)  # with the last
     return {
         "steps": curve.steps[chosen],
@@ -195,24 +195,20 @@ def _told(curve: Curve, start: int = 0, every: int = 1) -> dict[str, Any]:
     }
 
 
-def thinning(found: Iterable[Curve], most: int = MAX_SENT) -> int:
-    """Every how-manieth point of curves a page gets at first, so that it is never many megabytes.
+def thinned_curves(curves: Mapping[str, Curve], most: int = MAX_SENT) -> dict[str, Any]:
+    """Curves as JSON, together about `most` points, so that a page is never many megabytes.
 
     It asks for all points of a metric (`/console/api/curves?names=`) when somebody looks at it.
     """
-    return math.ceil(sum(len(curve.steps) for curve in found) / max(most, 1)) or 1
-
-
-def thinned_curves(found: Mapping[str, Curve], most: int = MAX_SENT) -> dict[str, Any]:
-    """Curves as JSON, together about `most` points."""
-    every = thinning(found.values(), most)
-    return {name: _thinned(name, curve, every) for name, curve in sorted(found.items())}
+    total = sum(len(curve.steps) for curve in curves.values())
+    every = math.ceil(total / max(most, 1)) or 1
+    return {name: _thinned(name, curve, every) for name, curve in sorted(curves.items())}
 
 
 def _thinned(name: str, curve: Curve, every: int) -> dict[str, Any]:
     # The axis of tokens adds these up: a part of them would be a shorter axis.
     every = 1 if name in ("tokens", "num_tokens") else every
-    return {**_told(curve, every=every), "isMore": False, "isPart": every > 1}
+    return {**_points(curve, every=every), "isMore": False, "isPart": every > 1}
 
 
 class Growth:
@@ -221,22 +217,22 @@ class Growth:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[int, int]] = {}
 
-    def of(self, found: dict[str, Curve]) -> dict[str, Any]:
+    def of(self, curves: dict[str, Curve]) -> dict[str, Any]:
         """Curves that grew: their new points (`isMore`), or all where they were thinned."""
-        told: dict[str, Any] = {}
+        grown: dict[str, Any] = {}
         whole: dict[str, Curve] = {}
-        for name, curve in found.items():
+        for name, curve in curves.items():
             stride, num_made = self._seen.get(name, (0, 0))
             num_new = curve.num_made - num_made
             if stride == curve.stride and num_new == 0:
                 continue
             if stride == curve.stride and 0 < num_new <= len(curve.steps):
-                told[name] = {**_told(curve, len(curve.steps) - num_new), "isMore": True}
+                grown[name] = {**_points(curve, len(curve.steps) - num_new), "isMore": True}
             else:
                 whole[name] = curve
             self._seen[name] = (curve.stride, curve.num_made)
-        told |= thinned_curves(whole)
-        return dict(sorted(told.items()))
+        grown |= thinned_curves(whole)
+        return dict(sorted(grown.items()))
 
 
 def age(moment: float) -> str:

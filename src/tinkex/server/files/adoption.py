@@ -97,7 +97,7 @@ def _read_only(source: Path, data_dir: Path) -> Iterator[Store]:
 
 def _chosen(other: Store, run: str) -> Iterator[WholeRun]:
     for whole in other.runs.all():
-        if not run or run == whole.name or run in (one.model_id for one in whole.segments):
+        if not run or run == whole.name or run in (segment.model_id for segment in whole.segments):
             yield whole
 
 

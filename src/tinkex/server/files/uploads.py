@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tinkex.server.files.signing import LINK_TTL_S
 from tinkex.server.process.problems import ApiError
@@ -278,8 +278,7 @@ class Uploads:
         aside = file.with_name(f"{_ABOUT}.{secrets.token_hex(4)}")
         with aside.open("w") as out:
             json.dump(asdict(upload), out)
-            out.flush()
-            os.fsync(out.fileno())
+            _sync(out)
         aside.replace(file)
 
 
@@ -317,6 +316,6 @@ async def _write(
     return ReceivedFile(size, digest.hexdigest())
 
 
-def _sync(out: Any) -> None:
+def _sync(out: IO[Any]) -> None:
     out.flush()
     os.fsync(out.fileno())

@@ -154,13 +154,13 @@ class LoadWeights(Operation[Loading]):
         deps = self.deps
         try:
             owner = await deps.auth.reader_of(token, deps.failed_logins, user) if token else None
-            found = await deps.shelf.readable(request.path, user, token_user=owner)
+            checkpoint = await deps.shelf.readable(request.path, user, token_user=owner)
         except ApiError as exc:
             if exc.status == 429:
                 raise
             raise InvalidInputError(str(exc), path="path") from exc
-        await self.deps.shelf.check_plain(found, path="path")
-        return found
+        await self.deps.shelf.check_plain(checkpoint, path="path")
+        return checkpoint
 
     def _check_fit(self, checkpoint: Checkpoint, base_model: str, optimizer: bool) -> None:
         resolve = self.deps.catalog.resolve

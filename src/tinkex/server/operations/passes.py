@@ -161,11 +161,11 @@ class Forward(Operation[TrainRequest]):
     async def _keep_scores(self, checked: TrainRequest, request_id: str) -> None:
         assert checked.teaching is not None
         journal, store = self.deps.store.journal, self.deps.store
-        taken = await store.call(journal.body, request_id)
-        if taken is None:
+        before = await store.call(journal.body, request_id)
+        if before is None:
             raise InvalidInputError(f"the body of {request_id} left the journal")
         scores = teaching.pack_scores(checked.teaching.scores)
-        body = TAUGHT_BODY + len(scores).to_bytes(8, "big") + scores + taken
+        body = TAUGHT_BODY + len(scores).to_bytes(8, "big") + scores + before
         await asyncio.wrap_future(journal.replace_body(request_id, body))
 
     async def _custom_loss(self, checked: TrainRequest, user_id: str) -> TracedLoss | None:

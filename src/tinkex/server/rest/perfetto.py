@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from operator import attrgetter
 from typing import NamedTuple
 
 _PACKET = 1  # of Trace
@@ -92,7 +93,9 @@ class Trace:
         which are shown as one.
         """
         free: list[tuple[int, int]] = []  # a heap: from when on a track is free, and its number
-        for began_ns, ended_ns, title, details, is_instant in sorted(slices, key=_beginning):
+        for began_ns, ended_ns, title, details, is_instant in sorted(
+            slices, key=attrgetter("began_ns")
+        ):
             if free and free[0][0] <= began_ns:
                 _, uuid = heapq.heappop(free)
             else:
@@ -103,10 +106,6 @@ class Trace:
                 continue
             yield began_ns, 1, _event(_BEGIN, uuid, began_ns, title, details)
             yield ended_ns, 0, _event(_END, uuid, ended_ns)
-
-
-def _beginning(one: _Slice) -> int:
-    return one.began_ns
 
 
 def _ns(at: float) -> int:

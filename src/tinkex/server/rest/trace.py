@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tinkex.server.rest.perfetto import Trace
+from tinkex.server.rest.perfetto import Trace, Track
 from tinkex.server.runs.timeline import LIMITS, TimelineSpan
 from tinkex.store import JournalRow, Model, Session
 
@@ -29,13 +29,17 @@ def trace_of(
         _add_request(trace, op)
     run_ids = {model.model_id for model in models}
     for span in spans:
+        track: Track
         # Refusals are the user's: a request that was refused need not have named its session.
         if span.track == LIMITS and span.began_at >= session.created_at:
-            trace.slice((LIMITS,), *span[3:])
+            track = (LIMITS,)
         elif span.run_id in run_ids:
-            trace.slice((span.run_id, span.track), *span[3:])
+            track = (span.run_id, span.track)
         elif not span.run_id and span.session_id == session.session_id:
-            trace.slice((span.track,), *span[3:])
+            track = (span.track,)
+        else:
+            continue
+        trace.slice(track, span.name, span.began_at, span.ended_at, span.details)
     return trace.encoded()
 
 

@@ -35,11 +35,11 @@ class Payload:
 
     def read(self, count: int = -1) -> bytes:
         count = self._left if count < 0 else min(count, self._left)
-        found = self._stream.read(count) if count else b""
-        self._left -= len(found)
-        if count and not found:
+        data = self._stream.read(count) if count else b""
+        self._left -= len(data)
+        if count and not data:
             raise EOFError("the server ended")
-        return found
+        return data
 
     def skip(self) -> None:
         while self._left:
