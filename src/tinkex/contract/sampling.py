@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
 from tinkex.contract.bounds import Between, TokenNumbers
-from tinkex.contract.cost import RESULT, Cost
+from tinkex.contract.cost import NOTHING, RESULT, Cost
 from tinkex.contract.settings import read_all, settings_of, shown
 from tinkex.errors import InvalidInputError, NotSupportedError
 
@@ -29,7 +29,7 @@ MaxTokens: TypeAlias = Annotated[
 ]
 Seed: TypeAlias = Annotated[
     int,
-    Between(-(2**63), 2**64 - 1, becomes="nothing"),
+    Between(-(2**63), 2**64 - 1, becomes=NOTHING),
     "Sample i depends on (seed, i) only, whatever else is in the batch. None: a fresh one.",
 ]
 Temperature: TypeAlias = Annotated[
@@ -37,7 +37,7 @@ Temperature: TypeAlias = Annotated[
 ]
 TopK: TypeAlias = Annotated[
     int,
-    Between(-1, _INT32, becomes="nothing"),
+    Between(-1, _INT32, becomes=NOTHING),
     "Only the k likeliest tokens are drawn. -1 or 0: off.",
 ]
 TopP: TypeAlias = Annotated[
@@ -89,7 +89,7 @@ NumLikeliest: TypeAlias = Annotated[int, Between(0, 1024, becomes="result_bytes"
 NumAlternatives: TypeAlias = Annotated[int, Between(0, 1024, becomes="draws")]
 LastN: TypeAlias = Annotated[
     int,
-    Between(1, _INT32, becomes="nothing"),
+    Between(1, _INT32, becomes=NOTHING),
     "Score only the last n tokens of the prompt. None: all.",
 ]
 
