@@ -42,6 +42,12 @@ from tinkex.errors import (
         ({"retry-after": email.utils.formatdate(1000 + 7, usegmt=True)}, 7.0),
         ({"retry-after": "soon"}, None),
         ({"retry-after-ms": "nan"}, None),
+        ({"retry-after": "inf"}, None),
+        ({"retry-after": "-5"}, 0.0),
+        ({"retry-after": email.utils.formatdate(990, usegmt=True)}, 0.0),
+        ({"retry-after": "1e308"}, 366 * 86_400.0),
+        ({"retry-after": "Mon, 01 Jan 99999 00:00:00 GMT"}, None),
+        ({"retry-after": "1 Jan 999999999999999999999 0:0:0 GMT"}, None),
         ({}, None),
     ],
 )

@@ -194,6 +194,13 @@ def test_an_error_tells_how_long_to_wait() -> None:
     assert caught.value.retry_after_ms == 7000
 
 
+@pytest.mark.parametrize("asked", ["1e308", "Mon, 01 Jan 99999 00:00:00 GMT"])
+def test_a_wish_that_no_clock_has_leaves_the_error_what_it_is(asked: str) -> None:
+    with pytest.raises(errors.RateLimitError) as caught:
+        call_through(Recorded(json_reply({}, 429, **{"retry-after": asked})), POST, max_retries=0)
+    assert caught.value.category == "user"
+
+
 def test_a_blank_400_is_a_torn_connection_until_the_budget_is_spent() -> None:
     """Contract 1.6."""
     blank = Reply(400, {"content-length": "0"}, b"")
@@ -245,12 +252,17 @@ def test_names_with_odd_characters_are_encoded_and_colons_are_not() -> None:
     assert backend.sent[0][1].endswith("/training_runs/s:train:0/checkpoints/weights/a%20b")
 
 
-def archive_of(*answers: Reply | Exception, **settings: Any) -> Reply:
+def archive_of(
+    *answers: Reply | Exception, waited: list[float] | None = None, **settings: Any
+) -> Reply:
     async def main() -> Reply:
         config = ClientConfig(base_url="http://api.test", api_key="tml-key", **settings)
         backend = Recorded(*answers)
         transport = Transport(config, TokenProvider("tml-key"), make_backend=lambda _: backend)
-        return await transport.archive(Call(method="GET", path="archive"))
+        reply = await transport.archive(Call(method="GET", path="archive"))
+        if waited is not None:
+            waited.append(asyncio.get_running_loop().time())
+        return reply
 
     return run_virtual(main())
 
@@ -278,6 +290,23 @@ def test_an_archive_is_the_address_of_its_redirect_once_it_is_built() -> None:
     assert reply.json()["url"] == "https://storage.test/a.tar"
     with pytest.raises(errors.APIStatusError):
         archive_of(json_reply({}, 503), away, max_retries=0)
+
+
+def test_an_archive_is_asked_for_again_when_and_as_often_as_the_server_wants() -> None:
+    away = Reply(302, {"location": "https://storage.test/a.tar"}, b"")
+    with pytest.raises(errors.InternalServerError):
+        archive_of(json_reply({}, 503, **{"x-should-retry": "false"}), away)
+    waited: list[float] = []
+    archive_of(
+        json_reply({}, 503), json_reply({}, 503, **{"retry-after": "4"}), away, waited=waited
+    )
+    assert waited == [34.0]
+
+
+def test_an_archive_that_ends_at_an_odd_time_is_given_as_it_is() -> None:
+    odd = "1 Jan 99999999999999 00:00:00 GMT"
+    away = Reply(302, {"location": "https://storage.test/a.tar", "expires": odd}, b"")
+    assert archive_of(away).json()["expires"] == odd
 
 
 def test_an_archive_fails_with_the_errors_of_every_other_call() -> None:

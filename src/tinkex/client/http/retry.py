@@ -21,21 +21,31 @@ from tinkex.errors import APIConnectionError, APIStatusError, is_retryable, wish
 logger = logging.getLogger("tinkex.retry")
 
 _MAX_SERVER_DELAY_S = 60.0
+_LONGEST_WISH_S = 366 * 24 * 3600.0
 
 
 def parse_retry_after_s(
     headers: Mapping[str, str], *, now: Callable[[], float] = time.time
 ) -> float | None:
-    """The wait a server asks for: `retry-after-ms`, seconds, or an HTTP date. None: no wish."""
-    milliseconds = _number(headers.get("retry-after-ms"))
+    """The wait a server asks for: `retry-after-ms`, seconds, or an HTTP date. None: no wish.
+
+    A moment that is over is a wait of 0, and none is longer than a year.
+    """
+    milliseconds, text = _number(headers.get("retry-after-ms")), headers.get("retry-after")
     if milliseconds is not None:
-        return milliseconds / 1000
-    text = headers.get("retry-after")
-    seconds = _number(text)
-    if seconds is not None or not text:
-        return seconds
-    date = email.utils.parsedate_tz(text)
-    return None if date is None else email.utils.mktime_tz(date) - now()
+        asked_s: float | None = milliseconds / 1000
+    elif (asked_s := _number(text)) is None and text:
+        asked_s = _until(text, now())
+    return None if asked_s is None else min(max(asked_s, 0.0), _LONGEST_WISH_S)
+
+
+def _until(text: str, now: float) -> float | None:
+    """The seconds from now to an HTTP date; None where it is none."""
+    try:
+        date = email.utils.parsedate_tz(text)
+        return None if date is None else email.utils.mktime_tz(date) - now
+    except (ValueError, OverflowError):  # a year or a zone that no clock has
+        return None
 
 
 def obeyed_s(asked: float | None) -> float | None:

@@ -34,7 +34,13 @@ from tinkex.client.http.call import Call, status_error
 from tinkex.client.http.headers import idempotency_key, put, standard_headers
 from tinkex.client.http.http1 import NoConnectionError, ProtocolError, Reply
 from tinkex.client.http.limits import RateLimiter
-from tinkex.client.http.retry import BillingPause, CallRetry, Outage, RetryPolicy
+from tinkex.client.http.retry import (
+    BillingPause,
+    CallRetry,
+    Outage,
+    RetryPolicy,
+    says_no_retry,
+)
 from tinkex.errors import (
     APIConnectionError,
     APIError,
@@ -271,9 +277,10 @@ class Transport:
         most = _ARCHIVE_TRIES if asked is None else asked + 1
         for number in range(1, most + 1):
             reply = await self.exchange(call, follow=False)
-            if reply.status != 503 or number == most:
+            if reply.status != 503 or number == most or says_no_retry(reply.headers):
                 break
-            await asyncio.sleep(_ARCHIVE_PAUSE_S)  # the server is still building it
+            # The server is still building it, and may know for how long.
+            await asyncio.sleep(self._retry.asked_s(reply.headers) or _ARCHIVE_PAUSE_S)
         if reply.status in _REDIRECTS:
             body = {"url": reply.headers.get("location"), "expires": reply.headers.get("expires")}
             body["expires"] = _iso_date(body["expires"])
@@ -423,7 +430,7 @@ def _iso_date(text: str | None) -> str:
     if text:
         try:
             return email.utils.parsedate_to_datetime(text).isoformat()
-        except ValueError:
+        except (ValueError, OverflowError):
             return text
     return (datetime.now(UTC) + timedelta(minutes=15)).isoformat()
 
