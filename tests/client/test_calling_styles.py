@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import copy
+import gc
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -198,6 +199,16 @@ async def test_a_forgotten_await_says_so(service: tinkex.ServiceClient) -> None:
     with pytest.raises(AttributeError, match="write `await get_server_capabilities_async"):
         _ = forgotten.supported_models  # type: ignore[attr-defined]
     assert (await forgotten).supported_models
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated since SDK 0.38")
+def test_an_async_call_that_is_dropped_is_named_by_python(service: tinkex.ServiceClient) -> None:
+    def drop() -> None:
+        service.get_server_capabilities_async()
+        gc.collect()
+
+    with pytest.warns(RuntimeWarning, match="'get_server_capabilities_async' was never awaited"):
+        drop()
 
 
 def test_an_async_call_goes_wherever_a_coroutine_goes(service: tinkex.ServiceClient) -> None:

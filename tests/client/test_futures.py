@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import os
 import threading
+import warnings
 from typing import Any
 
 import pytest
 from patience import until
 
 from tinkex.client import futures
+from tinkex.client.background_loop import LoopThread
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.older_sdk import _asked_names
-from tinkex.errors import ResultTimeoutError, TinkerError
+from tinkex.errors import ClientClosedError, ResultTimeoutError, TinkerError
 
 
 async def _value(value: int, delay_s: float = 0.01) -> int:
@@ -236,3 +239,17 @@ def test_code_with_empty_tuples_is_read_like_any_other() -> None:
         return client.result(), other, nothing
 
     assert _asked_names(program.__code__) == {"client"}
+
+
+def test_a_call_at_the_end_of_the_program_is_refused_and_leaves_no_coroutine_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = LoopThread()
+    ended.end()
+    monkeypatch.setattr(futures, "background", lambda: ended)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ClientClosedError, match="The program is ending"):
+            make(1)
+        gc.collect()
+    assert [str(each.message) for each in caught] == []

@@ -297,7 +297,12 @@ def spawn(start: Callable[[Waiting], Coroutine[Any, Any, T]]) -> APIFuture[T]:
     future: APIFuture[T] = APIFuture()
     thread = background()
     future._ender = thread
-    thread.submit(future._launch, start(future.waiting))
+    work = start(future.waiting)
+    try:
+        thread.submit(future._launch, work)
+    except BaseException:
+        work.close()  # else Python would say that it was never awaited
+        raise
     return future
 
 

@@ -29,6 +29,8 @@ class AsyncCall(Coroutine[Any, Any, T]):
     def __init__(self, coroutine: Coroutine[Any, Any, T], name: str) -> None:
         self._coroutine = coroutine
         self._name = name
+        # What Python calls it when it was never awaited.
+        coroutine.__name__ = coroutine.__qualname__ = name  # type: ignore[attr-defined]
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self._coroutine.__await__()
