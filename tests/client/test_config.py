@@ -186,6 +186,9 @@ def test_a_misspelt_argument_is_refused_with_the_right_one(name: str, meant: str
         ({"default_headers": {"": "a"}}, "'' cannot be the name"),
         ({"default_headers": {"X-Team": None}}, "X-Team must be a text, got NoneType"),
         ({"default_headers": {"X-Team": "a\r\nX-API-Key: b"}}, "X-Team holds a line break"),
+        ({"default_headers": {"X-Team": "\u65e5"}}, "X-Team holds a letter beyond ASCII"),
+        ({"api_key": "tml-of-a-file\n"}, r"api_key holds a line break .*got tml-\*\*\*\. Copy"),
+        ({"api_key": "tml-\u201cquoted\u201d"}, "api_key holds .* another letter"),
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_refused(given: dict[str, Any], text: str) -> None:

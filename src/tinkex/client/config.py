@@ -123,6 +123,11 @@ class ClientConfig:
                 "Check TINKER_LOG and TINKEX_LOG."
             )
         check_headers(self.headers)
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError(
+                f"api_key holds a line break or another letter that cannot travel, got "
+                f"{mask(self.api_key)}. Copy it again, without what stands around it."
+            )
         for pool, most in self.pool_connections.items():
             if pool not in POOLS or not most >= 1:
                 raise ConfigError(
@@ -243,6 +248,8 @@ def check_headers(headers: Mapping[str, str]) -> None:
             raise ConfigError(f"The header {name} must be a text, got {type(value).__name__}.")
         if any(sign in value for sign in "\r\n\0"):
             raise ConfigError(f"The header {name} holds a line break or a NUL, which ends it.")
+        if not value.isascii():
+            raise ConfigError(f"The header {name} holds a letter beyond ASCII, which none carries.")
 
 
 def _number(value: Any, name: str, *, whole: bool) -> float:
