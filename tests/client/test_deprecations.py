@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
@@ -129,3 +130,38 @@ def test_waiting_in_a_callback_of_the_sdk_is_a_runtime_error_and_not_a_hang(
     assert isinstance(error, RuntimeError)
     assert isinstance(error, tinkex.TinkerError)
     assert "the SDK's own thread" in str(error)
+
+
+def test_what_has_no_effect_is_told_at_the_line_of_the_program(
+    service: tinkex.ServiceClient,
+) -> None:
+    """Whichever way it is called: a twin, a task and a recovering client stand between."""
+    rest, training = service.create_rest_client().result(), made(service)
+    recovering = training.with_recovery(tinkex.RecoveryPolicy(save_every_steps=0))
+
+    async def old() -> None:
+        with contextlib.suppress(tinkex.TinkerError):
+            await rest.get_audit_log_async()
+        await training.save_weights_and_get_sampling_client_async("named")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with contextlib.suppress(tinkex.TinkerError):
+            rest.get_audit_log().result()
+        asyncio.run(old())
+        for client in (training, recovering):
+            client.save_weights_and_get_sampling_client("named").result()
+            client.forward_backward_custom([DATUM], loss_of, loss_type_input="logprobs").result()
+        tinkex.ServiceClient(base_url="http://127.0.0.1:1", own=1)
+    future = [item for item in caught if item.category is FutureWarning]
+    assert len(future) >= 7
+    assert {item.filename for item in future} == {__file__}
+
+
+def made(service: tinkex.ServiceClient) -> tinkex.TrainingClient:
+    return service.create_lora_training_client(MODEL, rank=4).result()
+
+
+def loss_of(data: Any, logprobs: Any) -> Any:
+    loss = -sum(each.sum() for each in logprobs)
+    return loss, {"loss": float(loss)}

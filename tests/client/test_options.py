@@ -315,6 +315,66 @@ def test_result_right_behind_a_call_limits_the_call(toy_server: str) -> None:
     assert client is None
 
 
+def doubled(logprobs: Any, weights: Any) -> Any:
+    return -2.0 * (logprobs * weights).sum(), {}
+
+
+class OfTwoSteps(Server):
+    """A server whose clients are made in several requests: 5.8, and sessions made by path."""
+
+    def on_weights_info(self, headers: Mapping[str, str], body: bytes) -> Reply:
+        return json_reply({"base_model": "m", "is_lora": True, "lora_rank": 4})
+
+    def on_load_weights(self, headers: Mapping[str, str], body: bytes) -> Reply:
+        return self._promise("load", {"path": PATH})
+
+    def on_save_weights_for_sampler(self, headers: Mapping[str, str], body: bytes) -> Reply:
+        return self._promise("save", {"path": "tinker://S:train:0/sampler_weights/a"})
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "paths"),
+    [
+        (
+            "create_training_client_from_state_with_optimizer",
+            {"path": PATH, "continues_at": 3},
+            ["weights_info", "create_model", "load_weights", "runs/S:train:1"],
+        ),
+        (
+            "save_weights_and_get_sampling_client",
+            {},
+            ["save_weights_for_sampler", "create_sampling_session"],
+        ),
+    ],
+)
+def test_each_request_of_a_call_of_several_has_its_options_and_one_its_key(
+    name: str, given: dict[str, Any], paths: list[str]
+) -> None:
+    async def main() -> list[tuple[str, str, float, bool]]:
+        wire = Wire()
+        wire.server = wire._network.server = OfTwoSteps(compute_s=0.0)
+        async with clients(wire) as made:
+            wire.sent = []
+            owner = next(each for each in made.values() if hasattr(each, name))
+            options = {"headers": {"X-Trace": "7"}, "timeout": 7, "idempotency_key": "mine"}
+            await getattr(owner, name)(**given, options=options)
+            return [
+                (
+                    url.partition("/v1/")[2],
+                    headers.get("X-Trace", ""),
+                    timeout_s,
+                    headers.get("X-Idempotency-Key") == "mine",
+                )
+                for url, headers, timeout_s in wire.sent
+            ]
+
+    sent = run_virtual(main())
+    assert [(path, trace, timeout_s) for path, trace, timeout_s, _ in sent] == [
+        (path, "7", 7) for path in paths
+    ]
+    assert sum(is_named for *_, is_named in sent) == 1
+
+
 def unopened(wire: Wire) -> tinkex.ServiceClient:
     config = ClientConfig(base_url="http://first.test", api_key="tml-k", telemetry=False)
     service = tinkex.ServiceClient(config=config)
@@ -329,6 +389,12 @@ def test_the_options_of_the_first_call_hold_for_the_session_that_it_opens() -> N
         for call in (
             lambda options: service.create_lora_training_client("m", options=options),
             lambda options: service.get_server_capabilities(options=options),
+            lambda options: service.interpolate_checkpoints(
+                [PATH, PATH], [0.5, 0.5], options=options
+            ),
+            lambda options: service.create_custom_loss(
+                doubled, {"logprobs": 1, "weights": 1}, options=options
+            ),
         ):
             wire.sent = []
             with pytest.raises(tinkex.InternalServerError):

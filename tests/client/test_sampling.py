@@ -173,6 +173,63 @@ def test_a_clone_counts_in_a_range_of_its_own(join: bool, monkeypatch: pytest.Mo
     assert server.joined == (1 if join else 0)
 
 
+def test_a_clone_joins_as_its_first_sample_says_and_another_one_is_more_patient() -> None:
+    class Refusing(Recording):
+        def on_join_sampling_session(self, headers: Mapping[str, str], body: bytes) -> Reply:
+            answer = super().on_join_sampling_session(headers, body)
+            return answer if self.joined > 1 else json_reply({"detail": "down"}, 503)
+
+    async def cloned(sampler: tinkex.SamplingClient) -> None:
+        copy = pickle.loads(pickle.dumps(sampler))
+        copy.holder = sampler.holder
+        hasty = copy.sample(PROMPT, 1, PARAMS, options={"max_retries": 0})
+        patient = copy.sample(PROMPT, 1, PARAMS)
+        with pytest.raises(tinkex.InternalServerError, match="down"):
+            await hasty
+        assert (await patient).sequences
+
+    server = Refusing(compute_s=0.0, flags={"sample_join_sampling_session": True})
+    run(server, cloned)
+    assert server.joined == 2
+
+
+def test_a_pickled_sampler_keeps_the_settings_of_its_client() -> None:
+    async def cloned(sampler: tinkex.SamplingClient) -> None:
+        holder, retries = sampler.holder, tinkex.RetryConfig(max_retries=1)
+        holder.config = holder.config.replace(timeout_s=7.0, max_retries=0)
+        made = await tinkex.SamplingClient.create(holder, base_model="m", retry_config=retries)
+        copy = pickle.loads(pickle.dumps(made))
+        assert copy.holder is not holder
+        assert copy.holder.config == holder.config
+        assert copy._retry_config == retries
+        handle = tinkex.SamplingClient.from_sampler_handle(
+            made.get_sampler_handle(), api_key="tml-k"
+        )
+        assert handle.holder.config.timeout_s == 60.0
+
+    run(Recording(), cloned)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"error": "no such image", "category": "USER"},
+        {"error": {"message": "no such image", "category": "user"}},
+    ],
+)
+def test_a_sample_that_failed_keeps_message_and_category(said: dict[str, Any]) -> None:
+    class Failing(Recording):
+        async def on_retrieve_futures(self, headers: Mapping[str, str], body: bytes) -> Reply:
+            entry = {"state": "failed", "request_id": "S:sample:0:0", **said}
+            return json_reply({"completions": [entry], "cursor": 1})
+
+    server = Failing(flags={"sample_use_retrieve_futures": True})
+    with pytest.raises(tinkex.RequestFailedError, match="^no such image$") as caught:
+        run(server, one)
+    assert caught.value.category == "user"
+    assert len(server.bodies) == 1
+
+
 def test_a_sampler_per_step_leaves_nothing_behind() -> None:
     """An RL loop makes thousands of them in one session."""
 

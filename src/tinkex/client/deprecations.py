@@ -1,6 +1,6 @@
-"""Tell a program once that what it does still works, and what took its place since SDK 0.38.
+"""Warnings at the line of the program, not of the SDK, whatever stands between the two.
 
-A `DeprecationWarning` at the line of the program, not of the SDK; the same thing is told once a
+`warn_once` tells that something still works, and what took its place since SDK 0.38: once a
 process, because samples are asked for by the thousand. Recipes and commands of ours are told
 nothing: whoever runs them cannot change their lines.
 """
@@ -33,6 +33,11 @@ def warn_once(what: str, instead: str) -> None:
         DeprecationWarning,
         stacklevel=level,
     )
+
+
+def warn(text: str) -> None:
+    """Warn that an argument or a method has no effect, or will have none."""
+    warnings.warn(text, FutureWarning, stacklevel=_caller(sys._getframe())[1])
 
 
 def _caller(frame: FrameType) -> tuple[FrameType | None, int]:

@@ -98,5 +98,14 @@ def seconds_of(timeout: float | httpx.Timeout | None) -> float | None:
     return timeout.read if isinstance(timeout, httpx.Timeout) else timeout
 
 
+def without_key(options: Options) -> Options:
+    """For the requests beside the one that the key names."""
+    if not options or "idempotency_key" not in options:
+        return options
+    rest = options.copy()
+    del rest["idempotency_key"]
+    return rest
+
+
 def _refuse(name: str, wanted: str, value: object) -> None:
     raise InvalidInputError(f"must be {wanted}, got {value!r}", path=f"options.{name}")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import uuid
-import warnings
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from typing import TYPE_CHECKING, Any
 
 from tinkex import types
 from tinkex.client import validation
+from tinkex.client.deprecations import warn
 from tinkex.client.futures import APIFuture, Waiting
 from tinkex.client.http.options import CallLimits, Options
 from tinkex.client.older_sdk import DirectFuture
@@ -421,7 +421,8 @@ class RestClient(SessionCalls, BudgetCalls):
         return self.holder.spawn(
             lambda waiting: self.holder.promised(
                 "interpolate_checkpoints", request, kind, waiting, options=options
-            )
+            ),
+            options,
         )
 
     interpolate_checkpoints_async = awaited(interpolate_checkpoints)
@@ -466,9 +467,7 @@ class RestClient(SessionCalls, BudgetCalls):
         # Here, because its messages are many and few programs need them.
         from tinkex.client.rest.admin_client import AdminClient
 
-        warnings.warn(
-            f"RestClient.{method} moved to AdminClient.{method}.", FutureWarning, stacklevel=3
-        )
+        warn(f"RestClient.{method} moved to AdminClient.{method}.")
         return AdminClient(self.holder)
 
 

@@ -28,7 +28,7 @@ from tinkex.client.futures import cancel_all
 from tinkex.client.http.call import Call, status_error
 from tinkex.client.http.http1 import Reply
 from tinkex.client.http.retry import BillingPause
-from tinkex.client.session.polling import POLL_TIMEOUT_S, PollRetry
+from tinkex.client.session.polling import POLL_TIMEOUT_S, PollRetry, failure
 from tinkex.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -209,9 +209,7 @@ class Collector:
         request_id = entry["request_id"]
         outcome: FinishedSample | RequestFailedError
         if entry.get("state") == "failed" and "error" in entry:
-            outcome = RequestFailedError(
-                str(entry["error"]), request_id, str(entry.get("category", "unknown"))
-            )
+            outcome = failure(entry, request_id)
         else:
             outcome = FinishedSample(payload, entry.get("response_payload_uncompressed_size"))
         waiter = self._waiters.pop(request_id, None)

@@ -17,7 +17,7 @@ from typing import Any
 from tinkex import events, types
 from tinkex.client.futures import Waiting
 from tinkex.client.http.call import Call
-from tinkex.client.http.options import Options
+from tinkex.client.http.options import Options, without_key
 from tinkex.client.http.retry import is_final
 from tinkex.client.sampling.collector import BatchSubmitter, Collector, FinishedSample
 from tinkex.client.sampling.sample_requests import check_answer, check_supported
@@ -62,6 +62,7 @@ class SampleCalls:
         self._record_stability_info = record_stability_info
         self._clone_id: int | None = None if is_clone else 0
         self._joining: asyncio.Future[int] | None = None
+        self._joining_by: Options = None
         self._lock = threading.Lock()
         self._num_submitted = 0
         self._watch = QueueWatch(f"Sampling of {sampling_session_id}", self)
@@ -80,7 +81,7 @@ class SampleCalls:
 
     async def _stream_call(self, request: types.SampleRequest, options: Options) -> Call:
         """The call of a streamed sample, with a number of its own."""
-        await self._prepare(request)
+        await self._prepare(request, options)
         call = Call.to("sample_stream", self._numbered(request), pool="sample")
         return call.having(options)
 
@@ -116,7 +117,7 @@ class SampleCalls:
     async def _sample(
         self, request: types.SampleRequest, waiting: Waiting, retries: bool, options: Options
     ) -> types.SampleResponse:
-        await self._prepare(request)
+        await self._prepare(request, options)
         with events.span(
             "sampling", model_id=self.sampling_session_id, num_samples=request.num_samples
         ):
@@ -129,13 +130,13 @@ class SampleCalls:
                 lambda: self._attempt(request, waiting, options, next(numbers)), most
             )
 
-    async def _prepare(self, request: types.SampleRequest) -> None:
+    async def _prepare(self, request: types.SampleRequest, options: Options) -> None:
         """Refuse what this server would ignore, and have what the first sample needs."""
         if self._retry is None:
             self._apply_flags(self.holder.flags)
         check_supported(request, self.holder.flags)
         if self._clone_id is None:
-            await self._join()
+            await self._join(options)
 
     def _apply_flags(self, flags: ServerFlags) -> None:
         cap = None if flags.sample_use_retrieve_futures else flags.sample_max_concurrent_requests
@@ -148,22 +149,35 @@ class SampleCalls:
         if flags.tinkex_sample_batch:
             self._batch = BatchSubmitter(self.holder.transport.call, self.holder.calls.begin)
 
-    async def _join(self) -> None:
-        """A clone takes a number of its own before its first sample."""
-        if self._joining is None:
-            self._joining = asyncio.ensure_future(self._clone_number())
-        try:
-            self._clone_id = await asyncio.shield(self._joining)
-        except Exception:
-            self._joining = None
-            raise
+    async def _join(self, options: Options) -> None:
+        """A clone takes a number of its own before its first sample.
 
-    async def _clone_number(self) -> int:
+        All wait for the first one's attempt. One that failed by the options of another sample is
+        made again.
+        """
+        while self._clone_id is None:
+            if self._joining is None:
+                self._joining = asyncio.ensure_future(self._clone_number(options))
+                self._joining_by = options
+            attempt, by = self._joining, self._joining_by
+            try:
+                self._clone_id = await asyncio.shield(attempt)
+            except Exception:
+                if self._joining is attempt:
+                    self._joining = None
+                if by == options:
+                    raise
+
+    async def _clone_number(self, options: Options) -> int:
         if not self.holder.flags.sample_join_sampling_session:
             return random.randint(1, CLONE_STRIDE)
         request = types.JoinSamplingSessionRequest(sampling_session_id=self.sampling_session_id)
         answer = await self.holder.post(
-            "join_sampling_session", request, types.JoinSamplingSessionResponse, pool="session"
+            "join_sampling_session",
+            request,
+            types.JoinSamplingSessionResponse,
+            pool="session",
+            options=without_key(options),
         )
         return answer.client_counter
 

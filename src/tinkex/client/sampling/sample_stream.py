@@ -18,12 +18,8 @@ import orjson
 from tinkex import events, types
 from tinkex.client.futures import APIFuture, Waiting
 from tinkex.client.http.options import Options, check_options
-from tinkex.errors import (
-    APIConnectionError,
-    APIResponseValidationError,
-    NotSupportedError,
-    RequestFailedError,
-)
+from tinkex.client.session.polling import failure
+from tinkex.errors import APIConnectionError, APIResponseValidationError, NotSupportedError
 
 if TYPE_CHECKING:
     from tinkex.client.sampling.sampling_client import SamplingClient
@@ -94,7 +90,7 @@ class SampleStream:
     def _start(self) -> None:
         if self._future is not None:
             raise RuntimeError("A stream can be iterated once; call stream() again.")
-        self._future = self._client.holder.spawn(self._read)
+        self._future = self._client.holder.spawn(self._read, self._options)
         # However it ends, also before it began (a closed client): the reader must hear of it.
         self._future.add_done_callback(lambda _: self._items.put(_END))
 
@@ -134,7 +130,5 @@ class SampleStream:
             self._result = self._client._stamped(whole, event.get("snapshot"))
             return True
         if kind == "error":
-            raise RequestFailedError(
-                str(event.get("error")), category=str(event.get("category", "unknown"))
-            )
+            raise failure(event)
         raise APIResponseValidationError(f"unknown stream event {kind!r}", body=event)

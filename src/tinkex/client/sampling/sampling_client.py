@@ -269,7 +269,7 @@ class SamplingClient(SampleCalls):
         }
 
     def __reduce__(self) -> Any:
-        return _restore, (self._state(),)
+        return _restore, (self._state(), self.holder.config, self._retry_config)
 
     def get_sampler_handle(self) -> str:
         """This client as a text without a credential, for another process or machine."""
@@ -307,14 +307,19 @@ _shadows: dict[str, Holder] = {}
 _shadows_lock = threading.Lock()
 
 
-def _restore(state: dict[str, Any]) -> SamplingClient:
-    """A client in another process: same session, own connections, own heartbeat."""
-    config = ClientConfig.from_env(
+def _restore(
+    state: dict[str, Any],
+    config: ClientConfig | None = None,
+    retry_config: RetryConfig | None = None,
+) -> SamplingClient:
+    """A client in another process: same session, own connections, own heartbeat.
+
+    A handle names no settings beside the address: those are of the environment here.
+    """
+    config = config or ClientConfig.from_env(
         base_url=state["base_url"], api_key=state["api_key"], headers=state["headers"]
     )
-    key = repr(
-        (state["session_id"], config.base_url, config.api_key, sorted(config.headers.items()))
-    )
+    key = repr((state["session_id"], config, config.api_key, sorted(config.headers.items())))
     with _shadows_lock:
         holder = _shadows.get(key)
         if holder is None:
@@ -329,6 +334,7 @@ def _restore(state: dict[str, Any]) -> SamplingClient:
     return SamplingClient(
         holder,
         state["sampling_session_id"],
+        retry_config=retry_config,
         record_stability_info=bool(state["record_stability_info"]),
         is_clone=True,
     )

@@ -8,7 +8,6 @@ process that made it.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +18,7 @@ import httpx
 from tinkex import types
 from tinkex.client import validation
 from tinkex.client.config import LOCAL, ClientConfig
+from tinkex.client.deprecations import warn
 from tinkex.client.futures import APIFuture, Waiting, spawn
 from tinkex.client.http.call import Call
 from tinkex.client.http.options import CallLimits, Options, seconds_of
@@ -309,7 +309,7 @@ class ServiceClient(EstimateCalls):
         async def create(waiting: Waiting) -> TrainingClient:
             client = await create_from_state(holder, wanted, waiting, options)
             if continues_at is not None:
-                await continue_run(client, wanted.path, continues_at)
+                await continue_run(client, wanted.path, continues_at, options)
             return client
 
         future = holder.spawn(create, CallLimits.of(options))
@@ -471,11 +471,9 @@ def _known(settings: dict[str, Any]) -> dict[str, Any]:
         if (near := nearest(name, _ARGUMENTS)) is not None:
             raise ConfigError(f"ServiceClient has no argument {name!r}. Did you mean {near!r}?")
     if unknown:
-        warnings.warn(
+        warn(
             f"ServiceClient ignores {', '.join(unknown)}; its arguments are "
-            f"{', '.join(sorted(_ARGUMENTS))}.",
-            FutureWarning,
-            stacklevel=3,
+            f"{', '.join(sorted(_ARGUMENTS))}."
         )
     return {name: value for name, value in settings.items() if name in _FIELDS}
 

@@ -298,7 +298,7 @@ class _Poll(Generic[T]):
         if status is not None and not self.expect.has_status:
             return await self._by_status(str(status).lower(), body, reply)
         if "error" in body:
-            raise self._failed(body)
+            raise failure(body, self.request_id)
         return reply
 
     async def _by_status(self, status: str, body: dict[str, Any], reply: Reply) -> Reply | None:
@@ -310,7 +310,7 @@ class _Poll(Generic[T]):
             await self._payload_is_ready(body)
             return None
         if status == "failed":
-            raise self._failed(body)
+            raise failure(body, self.request_id)
         if status == "completed":
             inside = body.get("result")
             if inside is None:  # the fields of the result stand beside the status, or it has none
@@ -320,12 +320,6 @@ class _Poll(Generic[T]):
             f"The server says of request {self.request_id} that it is {status[:100]!r}, which this "
             "SDK does not know, so it is not taken for a result.",
             body=body,
-        )
-
-    def _failed(self, body: dict[str, Any]) -> RequestFailedError:
-        failure = RequestFailedResponse.model_validate(body)
-        return RequestFailedError(
-            failure.error, request_id=self.request_id, category=failure.category
         )
 
     async def _decode(self, reply: Reply) -> T:
@@ -397,6 +391,12 @@ class _Poll(Generic[T]):
         over = self.num_quick - _FREE_QUICK_POLLS
         if over > 0:
             await asyncio.sleep(min(0.05 * 2.0 ** min(over, 12), _MAX_PAUSE_S))
+
+
+def failure(body: dict[str, Any], request_id: str | None = None) -> RequestFailedError:
+    """The error that a server tells of a request, in either of its forms."""
+    said = RequestFailedResponse.model_validate(body)
+    return RequestFailedError(said.error, request_id=request_id, category=said.category)
 
 
 def _parsed(reply: Reply) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinkex import types
 from tinkex.client.futures import Waiting
-from tinkex.client.http.options import Options
+from tinkex.client.http.options import Options, without_key
 from tinkex.client.rest.rest_client import RestClient
 from tinkex.client.session.holder import Holder
 from tinkex.client.training.training_client import TrainingClient
@@ -78,11 +78,15 @@ def with_name(metadata: dict[str, str] | None, name: str | None) -> dict[str, st
     return {**(metadata or {}), "name": name}
 
 
-async def continue_run(client: TrainingClient, path: str, step: int) -> None:
+async def continue_run(
+    client: TrainingClient, path: str, step: int, options: Options = None
+) -> None:
     """Make a client's run the last segment of the run whose checkpoint it was made from."""
     before = TinkerPath.parse(path).run_id
     try:
-        await RestClient(client.holder).describe_run(client.model_id, continues=(before, step))
+        await RestClient(client.holder).describe_run(
+            client.model_id, continues=(before, step), options=without_key(options)
+        )
     except APIStatusError as exc:
         if exc.status_code not in (404, 405):
             raise
@@ -100,7 +104,7 @@ async def _create_then_load(
         types.WeightsInfoRequest(tinker_path=wanted.path),
         types.WeightsInfoResponse,
         headers={"X-API-Key": token} if token else None,
-        options=_without_key(options),
+        options=without_key(options),
         waiting=waiting,
     )
     lora = types.LoraConfig(
@@ -114,14 +118,5 @@ async def _create_then_load(
     client = await create_model(
         holder, base_model, lora, wanted.user_metadata, family, waiting, options
     )
-    await client._load(wanted.path, token, _without_key(options), optimizer=wanted.optimizer)
+    await client._load(wanted.path, token, without_key(options), optimizer=wanted.optimizer)
     return client
-
-
-def _without_key(options: Options) -> Options:
-    """For the requests beside the one that makes the model, whose key it is."""
-    if not options or "idempotency_key" not in options:
-        return options
-    rest = options.copy()
-    del rest["idempotency_key"]
-    return rest

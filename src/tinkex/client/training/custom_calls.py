@@ -8,12 +8,12 @@ that waits for logprobs (`prepare_custom`), and one that is submitted in order l
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tinkex import types
+from tinkex.client.deprecations import warn
 from tinkex.client.futures import APIFuture, Waiting
 from tinkex.client.http.options import Options
 from tinkex.client.session.holder import Holder
@@ -89,7 +89,7 @@ def prepare_custom(
 
 
 def _check_loss_type(loss_type_input: str) -> None:
-    warnings.warn("loss_type_input is deprecated and has no effect.", FutureWarning, stacklevel=4)
+    warn("loss_type_input is deprecated and has no effect.")
     if loss_type_input != "logprobs":
         raise InvalidInputError(
             f"only 'logprobs' exists, got {loss_type_input!r}", path="loss_type_input"
@@ -157,4 +157,4 @@ def create_custom_loss(
             raise
         return replace(handle, loss_id=created.loss_id)
 
-    return holder.spawn(create)
+    return holder.spawn(create, options)

@@ -6,16 +6,16 @@ The half of a TrainingClient that makes checkpoints and sampling clients; the ot
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from tinkex import types
 from tinkex.client import validation
+from tinkex.client.deprecations import warn
 from tinkex.client.futures import APIFuture, Waiting
 from tinkex.client.http.call import Call
-from tinkex.client.http.options import Options
+from tinkex.client.http.options import Options, without_key
 from tinkex.client.sampling.sample_retry import RetryConfig
 from tinkex.client.sampling.sampling_client import SamplingClient, SamplingClientFuture
 from tinkex.client.session.holder import Holder
@@ -170,11 +170,9 @@ class WeightsCalls:
         options: Options,
     ) -> APIFuture[SamplingClient]:
         if name is not None:
-            warnings.warn(
+            warn(
                 "save_weights_and_get_sampling_client ignores `name`: the snapshot is unnamed. "
-                "Use save_weights_for_sampler for a named one.",
-                FutureWarning,
-                stacklevel=3,
+                "Use save_weights_for_sampler for a named one."
             )
         holder = self.holder
         path, answers = "save_weights_for_sampler", types.SaveWeightsForSamplerResponseInternal
@@ -203,6 +201,7 @@ class WeightsCalls:
                 sampling_session_id=answer.sampling_session_id,
                 retry_config=retry_config,
                 record_stability_info=record_stability_info,
+                options=without_key(options),
             )
 
         return holder.spawn(make)
