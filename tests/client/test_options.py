@@ -411,6 +411,25 @@ def test_the_options_of_the_first_call_hold_for_the_session_that_it_opens() -> N
     run_virtual(main())
 
 
+def test_a_client_without_retries_fails_at_once_and_waits_as_long_as_it_says() -> None:
+    async def main() -> None:
+        wire = Wire()
+        service = tinkex.ServiceClient(
+            base_url="http://first.test", api_key="tml-k", timeout=7, max_retries=0
+        )
+        service._holder = Holder(service.config, make_backend=wire.make_backend)
+        training = await service.create_lora_training_client("m")
+        wire.fails, wire.sent = True, []
+        for call in (training.get_info, training.unload_model, service.get_server_capabilities):
+            with pytest.raises(tinkex.InternalServerError):
+                await call()
+        assert [timeout_s for *_, timeout_s in wire.sent] == [7.0] * 3
+        wire.fails = False
+        await service.close("success")
+
+    run_virtual(main())
+
+
 def test_a_patient_call_waits_on_where_another_that_came_first_gave_up() -> None:
     async def main() -> None:
         wire = Wire()

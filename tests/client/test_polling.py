@@ -12,6 +12,7 @@ import pytest
 from hostile import json_reply
 from virtual_time import run_virtual
 
+import tinkex
 from tinkex import types
 from tinkex.client.futures import Waiting
 from tinkex.client.http.call import Call
@@ -291,7 +292,7 @@ def test_observers_hear_each_change_once_and_the_log_once_a_minute(
     """R18."""
     heard: list[tuple[Any, str | None]] = []
 
-    class Observer:
+    class Observer(tinkex.QueueStateObserver):
         def on_queue_state_change(self, state: Any, reason: str | None) -> None:
             heard.append((state, reason))
 

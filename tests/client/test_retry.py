@@ -74,10 +74,13 @@ def test_a_server_is_obeyed_for_at_most_a_minute(asked: str, delay: float) -> No
     assert poll.delay_s(refused) == (delay if float(asked) > 0 else 1.0)
 
 
-def refusal(status: int | None, should_retry: str | None = None) -> Any:
+def refusal(
+    status: int | None, should_retry: str | None = None, retry_after: str | None = None
+) -> Any:
     if status is None:
         return APIConnectionError("gone")
-    headers = {} if should_retry is None else {"x-should-retry": should_retry}
+    said = {"x-should-retry": should_retry, "retry-after": retry_after}
+    headers = {name: text for name, text in said.items() if text is not None}
     return status_error_class(status)("no", status_code=status, headers=headers)
 
 
@@ -107,7 +110,10 @@ def test_rounds_are_up_to_half_a_minute_apart() -> None:
 
 
 def delays(
-    *statuses: int | None, should_retry: str | None = None, **options: Any
+    *statuses: int | None,
+    should_retry: str | None = None,
+    retry_after: str | None = None,
+    **options: Any,
 ) -> list[float | None]:
     """What one call waits after each of these, in order; None is no answer at all."""
 
@@ -116,7 +122,7 @@ def delays(
         retry = CallRetry(policy, BillingPause(10.0), **options)
         found = []
         for status in statuses:
-            found.append(retry.delay_s(refusal(status, should_retry)))
+            found.append(retry.delay_s(refusal(status, should_retry, retry_after)))
             if found[-1] is None:
                 break
             await asyncio.sleep(found[-1])
@@ -132,6 +138,11 @@ def test_a_call_makes_quick_tries_then_rounds_of_them_until_its_window_ends() ->
     assert delays(503, None, 503, window=False) == [0.5, 1.0, None]
     assert delays(503, 503, quick_retries=0) == [1.0, 2.0]
     assert delays(503, quick_retries=0, window=False) == [None]
+
+
+def test_each_pause_of_a_call_is_as_long_as_the_server_asks() -> None:
+    assert delays(*[429] * 4, retry_after="7") == [7.0, 7.0, 7.0, 7.0]
+    assert delays(429, 503, quick_retries=0, retry_after="7") == [7.0, 7.0], "between rounds, too"
 
 
 def test_max_retries_bounds_the_tries_of_a_call_whatever_is_left_of_its_window() -> None:
