@@ -153,6 +153,37 @@ def test_a_dict_serves_where_a_sequence_belongs() -> None:
     assert again.sequences == response.sequences
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "wrong", "text"),
+    [
+        ("Datum", "model_input_spans", 5, "^model_input_spans: expected a list, got 5"),
+        ("Datum", "model_input_spans", [{}], r"^model_input_spans\[0\]: expected an object with"),
+        ("Datum", "loss_fn_input_spans", ["a"], r"^loss_fn_input_spans\[0\]: expected an object"),
+        (
+            "Datum",
+            "model_input_spans",
+            [{"prompt_tokens": {"sequence_id": "", "length": 1}}],
+            r"^model_input_spans\[0\].prompt_tokens.sequence_id: expected a non-empty id, got ''",
+        ),
+        ("TopkLogprobs", "token_ids", "x", "^token_ids: expected rows of numbers"),
+        ("TopkLogprobs", "token_ids", [[1], [2, 3]], "^token_ids: expected rows of numbers"),
+        ("TopkLogprobs", "logprobs", [["x"]], "^logprobs: expected rows of numbers"),
+    ],
+)
+def test_what_is_wrong_deep_in_a_dict_is_named_with_its_path(
+    name: str, field: str, wrong: object, text: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        getattr(types, name).from_dict({**EXAMPLES[name].to_dict(), field: wrong})
+
+
+def test_positions_without_any_likely_token_are_still_counted() -> None:
+    """Of a prompt of one token, whose first has none."""
+    response = types.SampleResponse([], topk_prompt_logprobs=[None, None])
+    assert response.topk_prompt_logprobs == [None, None]
+    assert types.SampleResponse.from_dict(response.to_dict()) == response
+
+
 def test_what_is_wrong_in_a_dict_is_named() -> None:
     with pytest.raises(InvalidInputError, match=r"^data\[0\].model_input"):
         types.ForwardBackwardInput.from_dict({"data": [{"loss_fn_inputs": {}}], "loss_fn": "ppo"})

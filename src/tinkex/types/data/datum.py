@@ -20,7 +20,7 @@ from tinkex.types.data.provenance import (
     span_to_dict,
 )
 from tinkex.types.data.tensor_data import TensorData, TensorDtype, from_list
-from tinkex.types.fields.value import Value, nest
+from tinkex.types.fields.value import Value, nest, short
 
 # A list carries no dtype of its own, so its name decides, as the losses declare it.
 LIST_DTYPES = {
@@ -102,8 +102,8 @@ class Datum(Value):
         return cls(
             value["model_input"],
             inputs,
-            _spans(value.get("model_input_spans")),
-            _spans(value.get("loss_fn_input_spans")),
+            _spans(value, "model_input_spans"),
+            _spans(value, "loss_fn_input_spans"),
         )
 
     @classmethod
@@ -128,10 +128,19 @@ class Datum(Value):
         return plain
 
 
-def _spans(value: Any) -> ProvenanceSpans | None:
-    if value is None:
+def _spans(value: dict[str, Any], name: str) -> ProvenanceSpans | None:
+    listed = value.get(name)
+    if listed is None:
         return None
-    return [span_from_dict(item) if isinstance(item, dict) else item for item in value]
+    if not isinstance(listed, list):
+        raise InvalidInputError(f"expected a list, got {short(listed)}", path=name)
+    spans = []
+    for index, item in enumerate(listed):
+        try:
+            spans.append(span_from_dict(item))
+        except InvalidInputError as exc:
+            raise nest(exc, f"{name}[{index}]") from exc
+    return spans
 
 
 def _model_input(value: object) -> ModelInput:

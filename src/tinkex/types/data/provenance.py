@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from tinkex.errors import InvalidInputError
 from tinkex.types.fields.plain import PlainRecord
+from tinkex.types.fields.value import nest, short
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +53,19 @@ def span_to_dict(span: ProvenanceSpan) -> dict[str, Any]:
     return {name: span.to_dict() for name, kind in _KINDS.items() if type(span) is kind}
 
 
-def span_from_dict(value: dict[str, Any]) -> ProvenanceSpan:
+def span_from_dict(value: Any) -> ProvenanceSpan:
     """The span that `span_to_dict` wrote."""
+    if isinstance(value, _Span):
+        return value  # type: ignore[return-value]
     for name, kind in _KINDS.items():
-        if name in value:
-            return kind.from_dict(value[name])
-    raise InvalidInputError(f"expected one of {', '.join(_KINDS)}, got {', '.join(value)}")
+        if isinstance(value, dict) and name in value:
+            try:
+                return kind.from_dict(value[name])
+            except InvalidInputError as exc:
+                raise nest(exc, name) from exc
+    raise InvalidInputError(
+        f"expected an object with one of {', '.join(_KINDS)}, got {short(value)}"
+    )
 
 
 def checked_spans(spans: Sequence[ProvenanceSpan], *, path: str) -> ProvenanceSpans:

@@ -27,8 +27,8 @@ class TopkLogprobs(Value):
     _list: TopkList
 
     def __init__(self, token_ids: Any, logprobs: Any) -> None:
-        ids = np.array(token_ids, dtype="<i4")
-        values = np.array(logprobs, dtype="<f4")
+        ids = _rectangle(token_ids, "<i4", "token_ids")
+        values = _rectangle(logprobs, "<f4", "logprobs")
         if ids.ndim != 2 or ids.shape != values.shape:
             raise InvalidInputError(
                 f"token_ids and logprobs must be 2-D and equal in shape, got {list(ids.shape)} and "
@@ -71,7 +71,7 @@ class TopkLogprobs(Value):
 
     def _rows(self) -> TopkList:
         if not self.token_ids.size:
-            return []
+            return [None] * len(self.token_ids)
         filled = (self.logprobs != EMPTY_LOGPROB) | (self.token_ids != 0)
         counts = filled.sum(axis=1).tolist()
         ids, values = self.token_ids.tolist(), self.logprobs.tolist()
@@ -92,3 +92,13 @@ class TopkLogprobs(Value):
 
     def to_dict(self) -> dict[str, Any]:
         return {"token_ids": self.token_ids.tolist(), "logprobs": self.logprobs.tolist()}
+
+
+def _rectangle(rows: Any, dtype: str, path: str) -> NDArray[Any]:
+    try:
+        with np.errstate(over="ignore"):  # a double that is too large is infinite
+            return np.array(rows, dtype=dtype)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise InvalidInputError(
+            f"expected rows of numbers, all of one length, got {short(rows)}", path=path
+        ) from exc
