@@ -18,9 +18,11 @@ from virtual_time import run_virtual
 import tinkex
 from tinkex import types
 from tinkex.client.config import ClientConfig
+from tinkex.client.futures import Waiting
 from tinkex.client.http.http1 import Reply
 from tinkex.client.sampling import sample_calls as sampling_module
 from tinkex.client.sampling.sample_requests import check_answer, sample_request
+from tinkex.client.sampling.sample_stream import SampleStream
 from tinkex.client.session.holder import Holder
 from tinkex.wire import requests
 
@@ -228,6 +230,30 @@ def test_a_sample_that_failed_keeps_message_and_category(said: dict[str, Any]) -
         run(server, one)
     assert caught.value.category == "user"
     assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "error"),
+    [
+        ("tokens", '{"sample_index": 0, "tok', tinkex.APIConnectionError),
+        ("tokens", "{}", tinkex.APIResponseValidationError),
+        ("tokens", "5", tinkex.APIResponseValidationError),
+        ("done", "{}", tinkex.APIResponseValidationError),
+        ("done", "null", tinkex.APIResponseValidationError),
+        ("progress", "[1]", tinkex.APIResponseValidationError),
+        ("odd", "{}", tinkex.APIResponseValidationError),
+        ("error", '{"error": {"message": "no", "category": "user"}}', tinkex.RequestFailedError),
+    ],
+)
+def test_a_stream_that_cannot_be_read_ends_in_an_error_of_ours(
+    kind: str, text: str, error: type[Exception]
+) -> None:
+    """One that a proxy cut inside an event, too."""
+    stream: Any = SampleStream(None, None)  # type: ignore[arg-type]
+    with pytest.raises(error) as caught:
+        stream._reads(kind, text, Waiting())
+    if kind == "error":
+        assert (str(caught.value), getattr(caught.value, "category", "")) == ("no", "user")
 
 
 def test_a_sampler_per_step_leaves_nothing_behind() -> None:

@@ -19,7 +19,12 @@ from tinkex import events, types
 from tinkex.client.futures import APIFuture, Waiting
 from tinkex.client.http.options import Options, check_options
 from tinkex.client.session.polling import failure
-from tinkex.errors import APIConnectionError, APIResponseValidationError, NotSupportedError
+from tinkex.errors import (
+    APIConnectionError,
+    APIResponseValidationError,
+    InvalidInputError,
+    NotSupportedError,
+)
 
 if TYPE_CHECKING:
     from tinkex.client.sampling.sampling_client import SamplingClient
@@ -108,18 +113,29 @@ class SampleStream:
             async for line in lines:
                 if line.startswith("event:"):
                     kind = line[6:].strip()
-                elif line.startswith("data:"):
-                    event = orjson.loads(line[5:])
-                    if kind == "progress":
-                        state, reason = "paused_capacity", str(event.get("reason"))
-                        waiting.hear(state, reason)
-                        events.emit("queue.change", request_id="", state=state, reason=reason)
-                    elif self._take(kind, event):
-                        return
+                elif line.startswith("data:") and self._reads(kind, line[5:], waiting):
+                    return
         raise APIConnectionError("The stream ended before the sample did. Sample again.")
 
-    def _take(self, kind: str, event: dict[str, Any]) -> bool:
+    def _reads(self, kind: str, text: str, waiting: Waiting) -> bool:
         """Handle one event; True when it was the last."""
+        try:
+            event = orjson.loads(text)
+        except orjson.JSONDecodeError as exc:
+            raise APIConnectionError("The stream ended inside an event. Sample again.") from exc
+        try:
+            return self._take(kind, event, waiting)
+        except (InvalidInputError, KeyError, TypeError, AttributeError) as exc:
+            raise APIResponseValidationError(
+                f"The server's event {kind!r} cannot be read: {exc!r}", body=event
+            ) from exc
+
+    def _take(self, kind: str, event: dict[str, Any], waiting: Waiting) -> bool:
+        if kind == "progress":
+            state, reason = "paused_capacity", str(event.get("reason"))
+            waiting.hear(state, reason)
+            events.emit("queue.change", request_id="", state=state, reason=reason)
+            return False
         if kind == "tokens":
             self._items.put(
                 StreamedTokens(event["sample_index"], event["tokens"], event["logprobs"])
