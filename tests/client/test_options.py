@@ -21,10 +21,13 @@ from tinkex import types
 from tinkex.client.config import ClientConfig
 from tinkex.client.http.call import Call
 from tinkex.client.http.http1 import Reply
+from tinkex.client.http.transport import Transport
 from tinkex.client.session.holder import Holder
 from tinkex.errors import ConfigError, InvalidInputError, ResultTimeoutError, TinkerError
+from tinkex.regularizers import L2, RegularizerSpec
 
 PATH = "tinker://S:train:0/weights/a"
+MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 PROMPT, PARAMS = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=1)
 BATCH = ([datum([1, 2, 3])], "cross_entropy")
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -373,6 +376,56 @@ def test_each_request_of_a_call_of_several_has_its_options_and_one_its_key(
         (path, "7", 7) for path in paths
     ]
     assert sum(is_named for *_, is_named in sent) == 1
+
+
+def minus_sum(data: Any, logprobs: Any) -> Any:
+    return -sum(each.sum() for each in logprobs), {}
+
+
+def test_calls_that_wait_send_their_options_in_every_request_too(
+    toy_server: str,
+) -> None:
+    """Custom losses of two passes, texts, listings and the call that is made in a thread."""
+    sent: list[Call] = []
+
+    async def spy(call: Call, **given: Any) -> Reply:
+        if "heartbeat" not in call.path and "dynamic_config" not in call.path:
+            sent.append(call)
+        return await Transport.exchange(transport, call, **given)
+
+    options = {"headers": {"X-Trace": "7"}, "timeout": 7, "idempotency_key": "mine"}
+    penalty = RegularizerSpec(L2(center="mean", reduction="mean"), 1.0, "spread")
+    with tinkex.ServiceClient(base_url=toy_server, api_key="tml-two") as service:
+        training = service.create_lora_training_client(MODEL, rank=4).result()
+        training.save_state("a").result()
+        sampler = service.create_sampling_client(base_model=MODEL).result()
+        sampler._base_model_name = None
+        rest, data = service.create_rest_client().result(), [BATCH[0][0]]
+        transport = service.holder.transport
+        transport.exchange = spy
+        for call, num_requests in (
+            (lambda: training.forward_backward_custom(data, minus_sum, options=options), 2),
+            (
+                lambda: training.forward_backward_regularized(
+                    data, minus_sum, [penalty], options=options
+                ),
+                2,
+            ),
+            (lambda: sampler.get_base_model(options=options), 1),
+            (lambda: list(rest.iter_training_runs(options=options)), 1),
+            (lambda: list(rest.iter_user_checkpoints(options=options)), 1),
+            (lambda: service.get_server_address(options=options), 1),
+            (lambda: service.openai_options(options=options), 1),
+        ):
+            sent.clear()
+            done: Any = call()
+            if isinstance(done, tinkex.APIFuture):
+                done.result()
+            assert [(each.own_headers, each.timeout_s) for each in sent] == [
+                ({"X-Trace": "7"}, 7)
+            ] * num_requests
+            assert [each.idempotency_key for each in sent][-1:] == ["mine"]
+            assert [each.idempotency_key for each in sent].count("mine") == 1
 
 
 def unopened(wire: Wire) -> tinkex.ServiceClient:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tinkex import types
 from tinkex.client.deprecations import warn
 from tinkex.client.futures import APIFuture, Waiting
-from tinkex.client.http.options import Options
+from tinkex.client.http.options import Options, without_key
 from tinkex.client.session.holder import Holder
 from tinkex.client.training.custom_loss import (
     finish,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tinkex.client.training.training_client import TrainingClient
 
 T = TypeVar("T")
-Forward = Callable[[Sequence[types.Datum], str | None], types.ForwardBackwardOutput]
+Forward = Callable[[Sequence[types.Datum], str | None, Options], types.ForwardBackwardOutput]
 """Runs the forward pass of a batch, and of its teacher, and waits for the logprobs."""
 Submit = Callable[["TrainingClient"], APIFuture[T]]
 """Submits the second half of a custom loss to a run; never waits."""
@@ -103,7 +103,7 @@ def _run_here(
     teacher: str | None,
     options: Options,
 ) -> Submit[types.ForwardBackwardOutput]:
-    output = forward(forward_data(data), teacher)
+    output = forward(forward_data(data), teacher, without_key(options))
     if teacher is not None:
         data = taught_data(data, output)
     stand_in = surrogate(fn, data, output_logprobs(output, len(data)))

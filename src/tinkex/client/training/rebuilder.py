@@ -15,6 +15,7 @@ from typing import Any
 from tinkex import types
 from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture
+from tinkex.client.http.options import Options
 from tinkex.client.recovery.call_log import CallLog, RecordedCall, SavedPoint
 from tinkex.client.recovery.policy import RecoveryPolicy
 from tinkex.client.recovery.run_monitor import Patience, check_run, check_service
@@ -148,9 +149,10 @@ class Rebuilder:
         patience = Patience(lambda: check_run(run, self.ask_s), self._policy.unreachable_s)
 
         def forward(
-            data: Sequence[types.Datum], teacher: str | None
+            data: Sequence[types.Datum], teacher: str | None, options: Options
         ) -> types.ForwardBackwardOutput:
-            return patience.wait(run.forward(data, "cross_entropy", teacher=teacher))
+            passed = run.forward(data, "cross_entropy", teacher=teacher, options=options)
+            return patience.wait(passed)
 
         for call in self.missing(rebuilt):
             make = prepare(call, run, forward) if needs_logprobs(call) else call.make_on

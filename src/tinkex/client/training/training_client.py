@@ -300,10 +300,10 @@ class TrainingClient(WeightsCalls):
     forward_backward_regularized_async = threaded(forward_backward_regularized)
 
     def _forward_result(
-        self, data: Sequence[types.Datum], teacher: str | None
+        self, data: Sequence[types.Datum], teacher: str | None, options: Options
     ) -> types.ForwardBackwardOutput:
         """The logprobs that a loss of the user's own is computed from; waits for them."""
-        return self.forward(data, "cross_entropy", teacher=teacher).result()
+        return self.forward(data, "cross_entropy", teacher=teacher, options=options).result()
 
     # -- asking
 
