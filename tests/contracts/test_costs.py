@@ -72,8 +72,6 @@ class Walk:
             yield f"{path}: text"
 
     def _integer(self, schema: Any, path: str, seen: frozenset[str]) -> Iterator[str]:
-        if path.endswith("[]"):
-            return  # an element of a list, whose length is bounded and whose type has 64 bits
         least = schema.get("minimum", schema.get("exclusiveMinimum"))
         most = schema.get("maximum", schema.get("exclusiveMaximum"))
         if least is None or most is None:
@@ -90,11 +88,13 @@ class Walk:
     def _array(self, schema: Any, path: str, seen: frozenset[str]) -> Iterator[str]:
         if "maxItems" not in schema:
             yield f"{path}: list"
+        items = [item for item in (schema.get("items"), *schema.get("prefixItems", ())) if item]
         if "x-becomes" in schema:
             yield from self._becoming(schema["x-becomes"], path)
-        for item in (schema.get("items"), *schema.get("prefixItems", ())):
-            if item:
-                yield from self.faults(item, f"{path}[]", seen)
+            # What its numbers are is said of all of them; each has the 64 bits of its type.
+            items = [item for item in items if item.get("type") not in ("integer", "number")]
+        for item in items:
+            yield from self.faults(item, f"{path}[]", seen)
 
     def _object(self, schema: Any, path: str, seen: frozenset[str]) -> Iterator[str]:
         for name, part in schema.get("properties", {}).items():
@@ -104,6 +104,9 @@ class Walk:
             yield from self.faults(extra, f"{path}.*", seen)
         for part in schema.get("patternProperties", {}).values():
             yield from self.faults(part, f"{path}.*", seen)
+        if isinstance(extra, dict) or "patternProperties" in schema:
+            names = {"type": "string", **schema.get("propertyNames", {})}
+            yield from self.faults(names, f"{path} (names)", seen)
         if "maxProperties" in schema or self._free_form:
             return
         if extra:
@@ -235,6 +238,8 @@ def test_the_walk_finds_what_has_no_bound() -> None:
     assert faults_of(dict[str, list[str | int]], "x", Cost()) == [
         "x.*: list",
         "x.*[]: text",
+        "x.*[]: integer",
+        "x (names): text",
         "x: map",
         "x: object",
     ]
@@ -244,7 +249,11 @@ def test_the_walk_finds_what_has_no_bound() -> None:
 def test_the_walk_finds_what_stands_in_tuples_and_choices() -> None:
     pair = tuple[str, Annotated[int, Between(0, 9, becomes=NOTHING)]]
     assert faults_of(pair, "x", Cost()) == ["x[]: text"]
-    assert faults_of(pair | list[int] | None, "x", Cost()) == ["x[]: text", "x: list"]
+    assert faults_of(pair | list[int] | None, "x", Cost()) == [
+        "x[]: text",
+        "x: list",
+        "x[]: integer",
+    ]
 
 
 def test_the_walk_finds_numbers_whose_unit_has_no_limit() -> None:

@@ -124,7 +124,7 @@ class TokenNumbers:
     def schema(self) -> dict[str, Any]:
         return {
             "type": "object",
-            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$", "maxLength": 10},
             "additionalProperties": {"type": "number", **self.between.schema()},
             "maxProperties": self.at_most,
         }

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from tinkex.contract.cost import NOTHING
 from tinkex.errors import InvalidInputError
 from tinkex.types.data.arrays import check_flat, token_array
 from tinkex.types.fields.given import remember_type
@@ -233,7 +234,12 @@ _KIND_BY_KEY = {
     "dmel": DmelChunk,
     "tokens": EncodedTextChunk,
 }
-_TOKENS = {"type": "array", "items": {"type": "integer"}, "maxItems": MAX_TOKENS}
+_TOKENS = {
+    "type": "array",
+    "items": {"type": "integer"},
+    "maxItems": MAX_TOKENS,
+    "x-becomes": NOTHING,
+}
 CHUNK_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"type": {"const": "encoded_text"}, "tokens": _TOKENS},

@@ -29,7 +29,7 @@ LIST_DTYPES = {
 _SPARSE_KEYS = frozenset({"target_tokens", "weights"})
 
 
-MAX_INPUTS = 64
+MAX_INPUTS, MAX_NAME = 64, 256
 
 
 class Datum(Value):
@@ -112,6 +112,7 @@ class Datum(Value):
             "type": "object",
             "additionalProperties": TensorData._schema(),
             "maxProperties": MAX_INPUTS,
+            "propertyNames": {"maxLength": MAX_NAME},
         }
         properties = {"model_input": ModelInput._schema(), "loss_fn_inputs": inputs}
         return cls._object_schema(properties, ["model_input"])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tinkex.contract.cost import NOTHING
 from tinkex.errors import InvalidInputError
 from tinkex.types.data.arrays import as_numpy, check_flat, pack_flat, pack_floats, wire_array
 from tinkex.types.fields.given import remember_doubles
@@ -247,7 +248,8 @@ class TensorData(_Fields, Value):
     @classmethod
     def _schema(cls) -> dict[str, Any]:
         def numbers(kind: str, most: int = MAX_CELLS) -> dict[str, Any]:
-            return {"type": "array", "items": {"type": kind}, "maxItems": most}
+            items = {"type": kind}
+            return {"type": "array", "items": items, "maxItems": most, "x-becomes": NOTHING}
 
         shape = numbers("integer", 32) | {"x-becomes": "memory_bytes"}  # where it is sparse
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from tinkex.contract.cost import NOTHING
 from tinkex.errors import InvalidInputError
-from tinkex.types.data.datum import MAX_INPUTS, Datum
+from tinkex.types.data.datum import MAX_INPUTS, MAX_NAME, Datum
 from tinkex.types.data.loss import LossFnOutput
 from tinkex.types.data.tensor_data import TensorData
 from tinkex.types.fields.given import NOT_GIVEN, remember_field
@@ -15,7 +15,7 @@ from tinkex.types.fields.identifiers import ModelID
 from tinkex.types.fields.value import Value, nest, short
 
 MAX_DATUMS, MAX_SETTINGS = 65_536, 64
-MAX_MODEL_ID, MAX_NAME, MAX_SETTING = 512, 256, 1024
+MAX_MODEL_ID, MAX_SETTING = 512, 1024
 """Most characters of an id, of the name of a loss, an input or a setting, and of a setting."""
 
 
@@ -87,6 +87,7 @@ class ForwardBackwardInput(Value):
             "type": "object",
             "additionalProperties": setting,
             "maxProperties": MAX_SETTINGS,
+            "propertyNames": {"maxLength": MAX_NAME},
         }
         properties = {
             "data": {"type": "array", "items": Datum._schema(), "maxItems": MAX_DATUMS},
