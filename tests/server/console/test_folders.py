@@ -216,6 +216,25 @@ async def test_a_link_to_nowhere_and_a_pipe_leave_the_list_whole(seen):
     assert (await seen.client.get("/console")).status_code == 200
 
 
+async def test_names_and_settings_that_are_no_text_leave_the_pages_whole(seen):
+    """Names on a disk are bytes, and JSON may hold half a character: neither can be sent."""
+    odd = Path(os.fsdecode(os.fsencode(seen.root) + b"/caf\xe9"))
+    ours(odd)
+    (odd / "config.json").write_text('{"model": "\\ud800", "\\udfff": {"a": "\\u0000"}}')
+    with (odd / "metrics.jsonl").open("ab") as out:
+        out.write(b'{"step": 3, "\\udfff": 1.0}\n{"step": 4, "\xed\xa0\x80": 1.0}\n')
+    write(odd / "rollouts.jsonl", {**answer(2, 0, 1.0), "text": "\ud800"})
+    seen.client._transport.app.state.console.source._looked_at = -math.inf
+    listed = await seen.client.get("/console/api/runs")
+    assert listed.status_code == 200, listed.text
+    ids = {run["name"]: run["run_id"] for run in listed.json()["runs"]}
+    run = ids.pop("caf\ufffd")
+    assert ids == seen.ids, "the others keep their addresses"
+    pages = ("", "?view=settings", f"/runs/{run}", f"/runs/{run}/rollouts", f"/api/runs/{run}")
+    for page in (*pages, f"/runs/{run}/metrics.csv", f"/compare?runs={run}"):
+        assert (await seen.client.get(f"/console{page}")).status_code == 200, page
+
+
 async def test_a_run_that_goes_while_it_is_listed_is_left_out(seen):
     (seen.root / "sft" / "metrics.jsonl").unlink()
     listed = (await seen.client.get("/console/api/runs")).json()

@@ -29,6 +29,7 @@ from tinkex.server.console.sparks import spark
 from tinkex.server.process.problems import ApiError
 from tinkex.server.runs.curves import MAX_CURVES, Curve, most_points
 from tinkex.store import User
+from tinkex.types.fields.bounds import storable
 
 METRICS, CONFIG = "metrics.jsonl", "config.json"
 MAX_DEPTH = 4
@@ -48,6 +49,8 @@ _REASONS = {
     "finished": "",
 }
 _ID = re.compile(r"[0-9a-f]{16}")
+_HALVES = re.compile(rb"\\u[dD]|\xed")
+"""Bytes without which JSON holds no half of a character, which nothing can be written with."""
 _MODELS = ("model", "model_name", "base_model")
 _TOKENS = ("num_tokens", "tokens", "num_loss_tokens")
 
@@ -250,7 +253,7 @@ class FolderRuns(Source):
             "color": color_of(run_id),
             "base_model": _first(config, _MODELS),
             "rank": _first(config, ("rank", "lora_rank")),
-            "folder": str(folder.path),
+            "folder": _text(folder.path),
             "created_at": written,
             "age": age(written),
             "status": status,
@@ -259,8 +262,8 @@ class FolderRuns(Source):
 
     def _name(self, path: Path) -> str:
         if path == self._root:
-            return path.name
-        return self._names.get(path) or str(path.relative_to(self._root))
+            return _text(Path(path.name))
+        return self._names.get(path) or _text(path.relative_to(self._root))
 
     async def run(self, user: User | None, run_id: str) -> dict[str, Any]:
         return await asyncio.to_thread(self._run, run_id)
@@ -325,7 +328,7 @@ class FolderRuns(Source):
 
     def _id(self, path: Path) -> str:
         inside = path.relative_to(self._root) if path.is_relative_to(self._root) else path
-        return hashlib.blake2b(str(inside).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(os.fsencode(inside), digest_size=8).hexdigest()
 
     def _folder(self, run_id: str) -> Folder:
         if run_id not in self._found:
@@ -374,9 +377,16 @@ def _checkpoint(path: str, step: Any) -> dict[str, Any]:
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
+        if not isinstance(found, dict):
+            return None
+        return storable(found) if _HALVES.search(line) else found
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+
+
+def _text(path: Path) -> str:
+    """A path as a page can show it: a name on a disk is bytes, and need not be text."""
+    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def _written_at(file: Path) -> float | None:

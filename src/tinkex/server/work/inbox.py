@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -52,7 +53,8 @@ class Inbox:
         self.lane = lane
         self._deps = deps
         self._numbering = Numbering(unnumbered)
-        self._places: OrderedDict[str, int] = OrderedDict()  # of those, by idempotency key
+        # Of those, by a digest of the idempotency key: a header has up to 64 KiB.
+        self._places: OrderedDict[bytes, int] = OrderedDict()
         self._taken: dict[int, _Taken] = {}
         self._newest = -1  # of those taken; looking through thousands would cost every request
 
@@ -77,8 +79,9 @@ class Inbox:
         identity = operation.identity(opened)
         digest = await off_loop(len(identity), body_hash, operation.name, identity)
         newest = max(self.lane.queue.numbers.newest, self._newest)
+        place_key = _key_of_place(key)
         if operation.is_unnumbered:
-            seq_id = self._places.get(key, newest + 1) if key else newest + 1
+            seq_id = self._places.get(place_key, newest + 1) if place_key else newest + 1
         elif seq_id is None:
             seq_id = newest + 1
         else:
@@ -90,8 +93,8 @@ class Inbox:
         self._check_number(seq_id, newest)
         # From the look above to here nothing waits, so no repeat slips in between.
         with self._take(operation, seq_id, digest) as taken:
-            if operation.is_unnumbered and key:
-                self._places[key] = seq_id
+            if operation.is_unnumbered and place_key:
+                self._places[place_key] = seq_id
             row, checked = await self._judged(operation, opened, user, seq_id, taken)
             self._deps.ends.ride()
             await asyncio.wrap_future(self._deps.store.journal.append(row))
@@ -245,6 +248,10 @@ class Inbox:
             if not self._taken[oldest].accepted.done():
                 return  # the journal does not know it yet, so a repeat must find it here
             del self._taken[oldest]
+
+
+def _key_of_place(key: str | None) -> bytes:
+    return hashlib.blake2b(key.encode(), digest_size=16).digest() if key else b""
 
 
 def _conflict(seq_id: int) -> SeqConflictError:
