@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from app_world import open_app
+from app_world import AppWorld, open_app
 from server_process import ServerProcess
 from small_disk import Disk, small_disk
 from wire_client import PROTO, Failed, WireClient, loss_of, save_body, train_body
 
-from tinkex.server.process.disk import RESERVE, RESERVE_BYTES
+from tinkex.server.process.disk import RESERVE_BYTES, RESERVES
 
 KEPT_BYTES = 400_000
 """Left on the disk by tests of saves: enough for the journal, too little for a checkpoint."""
@@ -340,47 +340,89 @@ def test_a_server_starts_on_a_full_disk_or_says_why_not(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ reserve
 
 
-@pytest.mark.parametrize("way", ["delete", "delete_run", "disable", "quotas"])
-async def test_a_full_disk_is_emptied_through_the_server(tmp_path: Path, way: str) -> None:
-    folder = tmp_path / "data"
+ANN, EVE, ROOT = ({"x-api-key": f"tml-{name}"} for name in ("ann", "eve", "root"))
+
+
+@asynccontextmanager
+async def full_world(folder: Path) -> AsyncIterator[tuple[AppWorld, Disk]]:
+    """An app on a small disk, with a user Eve and an administrator; the test fills it."""
     with small_disk(folder, list) as disk:
         if not disk.is_real:
             pytest.skip("RLIMIT_FSIZE cannot imitate this; run as root")
-        async with open_app(folder, api_keys=("tml-ann=ann",), min_free_bytes=100_000) as world:
+        keys = ("tml-ann=ann", "tml-eve=eve")
+        async with open_app(folder, api_keys=keys, min_free_bytes=5_000_000) as world:
             accounts, call = world.service.store.accounts, world.service.store.call
             await call(accounts.ensure_user, "root")
             await call(accounts.add_key, "tml-root", "root", role="admin")
-            model = await world.model(key="tml-ann")
-            saving = await world.ok("save_weights", save_body(model, 1, "one"), key="tml-ann")
-            await world.result(saving, key="tml-ann")
-            world.service.store.models.touch(model, 1.0)  # it was silent for long
-            await call(world.service.store.flush)
-            assert (folder / RESERVE).stat().st_size == RESERVE_BYTES
-            assert (folder / RESERVE).stat().st_mode & 0o077 == 0
+            yield world, disk
+
+
+async def emptied(world: AppWorld, way: str, model: str) -> int:
+    """The status of a call that frees something, or lets an administrator do so."""
+    users, run = "/tinkex/v1/admin/users/ann", f"/tinkex/v1/runs/{model}"
+    http = world.http
+    if way == "delete":
+        path = f"/api/v1/training_runs/{model}/checkpoints/weights/one"
+        return (await http.delete(path, headers=ANN)).status_code
+    if way == "delete_run":
+        return (await http.delete(run, headers=ANN)).status_code
+    if way == "console":
+        page = (await http.get(f"/console/runs/{model}", headers=ANN)).text
+        token = page.partition('name="form-token" content="')[2].partition('"')[0]
+        form = {"path": f"tinker://{model}/weights/one", "action": "delete"}
+        form |= {"confirmed": "yes", "form_token": token}
+        return (await http.post("/console/checkpoints", data=form, headers=ANN)).status_code
+    if way == "disable":
+        return (await http.post(f"{users}/disable", json={}, headers=ROOT)).status_code
+    body = {"quotas": {"models": 3}}
+    return (await http.put(f"{users}/quotas", json=body, headers=ROOT)).status_code
+
+
+@pytest.mark.parametrize("way", ["delete", "delete_run", "console", "disable", "quotas"])
+async def test_a_full_disk_is_emptied_through_the_server(tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "data"
+    async with full_world(folder) as (world, disk):
+        model = await world.model(key="tml-ann")
+        saving = await world.ok("save_weights", save_body(model, 1, "one"), key="tml-ann")
+        await world.result(saving, key="tml-ann")
+        world.service.store.models.touch(model, 1.0)  # it was silent for long
+        await world.service.store.call(world.service.store.flush)
+        for name in RESERVES:
+            assert (folder / name).stat().st_size == RESERVE_BYTES
+            assert (folder / name).stat().st_mode & 0o077 == 0
+        disk.fill()
+        world.service.room._looked_at = -10.0
+        refused = await world.post("create_session", key="tml-ann")
+        assert refused.status_code == 507
+        assert str(tmp_path) not in refused.text
+        assert await emptied(world, way, model) in (200, 204, 303)
+        is_deleted = way in ("delete", "delete_run", "console")
+        assert bool(list((folder / "checkpoints").glob("*/*/*"))) != is_deleted
+        assert [(folder / name).exists() for name in RESERVES] == [False, True]
+        disk.clear()
+        world.service.room.keep_reserves()
+        assert (folder / RESERVES[0]).exists(), "it is made again where there is room"
+
+
+async def test_nobody_takes_the_administrators_way_to_empty_a_disk(tmp_path: Path) -> None:
+    """One who has nothing to delete asks to, and fills what was made free."""
+    folder = tmp_path / "data"
+    async with full_world(folder) as (world, disk):
+        model = await world.model(key="tml-eve")
+        disk.fill()
+        world.service.room._looked_at = -10.0
+        users = "/tinkex/v1/admin/users"
+        assert (await world.http.get(users, headers=EVE)).status_code == 403
+        assert (await world.http.post(f"{users}/ann/disable", headers=EVE)).status_code == 403
+        assert (await world.http.get(users, headers=ROOT)).status_code == 200
+        assert all((folder / name).exists() for name in RESERVES), "nothing was to be freed"
+        for _ in range(2):
+            absent = "/api/v1/training_runs/none/checkpoints/weights/none"
+            assert (await world.http.delete(absent, headers=EVE)).status_code == 404
+            told = {"settings": {"x": "y" * 3000}}
+            kept = await world.http.put(f"/tinkex/v1/runs/{model}", json=told, headers=EVE)
+            assert kept.status_code == 507, "descriptions are kept, too"
             disk.fill()
-            world.service.room._looked_at = -10.0
-            refused = await world.post("create_session", key="tml-ann")
-            assert refused.status_code == 507
-            assert str(tmp_path) not in refused.text
-            root = {"x-api-key": "tml-root"}
-            users = "/tinkex/v1/admin/users/ann"
-            if way == "delete":
-                await world.call("DELETE", f"/training_runs/{model}/checkpoints/weights/one", 204)
-                assert not list((folder / "checkpoints").glob("*/*/*"))
-            elif way == "delete_run":
-                answer = await world.http.delete(
-                    f"/tinkex/v1/runs/{model}", headers={"x-api-key": "tml-ann"}
-                )
-                assert answer.status_code == 200, answer.text
-                assert not list((folder / "checkpoints").glob("*/*/*"))
-            elif way == "disable":
-                answer = await world.http.post(f"{users}/disable", json={}, headers=root)
-                assert answer.status_code == 200, answer.text
-            else:
-                body = {"quotas": {"models": 3}}
-                answer = await world.http.put(f"{users}/quotas", json=body, headers=root)
-                assert answer.status_code == 200, answer.text
-            assert not (folder / RESERVE).exists()
-            disk.clear()
-            world.service.room.keep_reserve()
-            assert (folder / RESERVE).exists(), "it is made again where there is room"
+        assert [(folder / name).exists() for name in RESERVES] == [False, True]
+        assert await emptied(world, "disable", model) == 200
+        assert not any((folder / name).exists() for name in RESERVES)

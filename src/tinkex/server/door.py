@@ -22,7 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 from tinkex.contract.cost import LARGE
 from tinkex.server.compat.refusals import in_their_words
 from tinkex.server.fairness.gate import FairGate
-from tinkex.server.guard.auth import CALLER, USER_ID
+from tinkex.server.guard.auth import CALLER, USER_ID, Identity
 from tinkex.server.guard.callers import foreign_credential, is_foreign, own_credential
 from tinkex.server.guard.connections import HOLD_HEAD, PIECE_BYTES
 from tinkex.server.guard.origin import check_host, check_local
@@ -66,6 +66,8 @@ _STORES = frozenset(
         "external_weights_upload_finish",
     )
 )
+# Descriptions of runs are kept too: on a full disk thousands of them would fill what was made free.
+_OUR_RUNS = "/tinkex/v1/runs/"
 # Calls that free some of it, and so may use the reserve; every DELETE is another.
 _FREES = frozenset({ENDPOINTS["unload_model"].path})
 _ADMIN = "/tinkex/v1/admin/"
@@ -169,19 +171,23 @@ class Door(FastAPI):
             return None  # the console asks by itself: its visitors have a cookie
         scope[CALLER] = caller
         if path not in _FOR_OPERATORS:  # these are nobody's work and count against no rate
-            self._admit(caller.user, scope)
+            self._admit(caller, scope)
         return caller.user
 
-    def _admit(self, user: User, scope: Scope) -> None:
+    def _admit(self, caller: Identity, scope: Scope) -> None:
         """Refuse what the user has enough of, and new things while the disk is nearly full."""
+        user, method = caller.user, scope["method"]
         scope[USER_ID] = user.user_id
         self._quotas.note(user)
         self._quotas.spend(user)
         path, room = scope["path"], self._dependencies.service.room
-        if scope["method"] == "POST" and path in _STORES:
+        if (method == "POST" and path in _STORES) or (
+            method == "PUT" and path.startswith(_OUR_RUNS)
+        ):
             room.require()
-        if scope["method"] == "DELETE" or path.startswith(_ADMIN) or path in _FREES:
-            room.make_way()
+        frees, is_admin = method == "DELETE" or path in _FREES, caller.role == "admin"
+        if frees or (is_admin and path.startswith(_ADMIN) and method != "GET"):
+            room.make_way(is_admin=is_admin)
 
     async def _turn(self, request: Request, user: User) -> AbstractAsyncContextManager[None]:
         """A turn among the large bodies, for a request that has one."""

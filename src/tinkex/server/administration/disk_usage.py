@@ -22,7 +22,7 @@ from sqlalchemy.dialects import sqlite
 
 from tinkex.server.files.backup import connect, database_of
 from tinkex.server.files.folders import DataFolder, folder_size
-from tinkex.server.process.disk import RESERVE
+from tinkex.server.process.disk import RESERVES
 from tinkex.store import Store
 from tinkex.store.stored_bytes import KINDS, StoredKind, StoredKindName
 from tinkex.types.fields.bounds import INT64
@@ -113,8 +113,8 @@ def disk_usage(data_dir: Path) -> DiskUsage:
     kept = sum(run.folder_bytes for run in runs.values())
     files = sum(file.stat().st_size for file in data_dir.glob("tinkex.db*"))
     found = sorted((run for run in runs.values() if run.total), key=lambda run: -run.total)
-    reserve = data_dir / RESERVE
-    files += reserve.stat().st_size if reserve.exists() else 0
+    reserves = [data_dir / name for name in RESERVES]
+    files += sum(reserve.stat().st_size for reserve in reserves if reserve.exists())
     return DiskUsage(found, files, max(folder_size(data_dir) - kept - files, 0))
 
 

@@ -91,6 +91,7 @@ async def change_checkpoint(
             request, user, f"Delete the checkpoint {stored.name}?", detail, "Delete", values
         )
     if action == "delete":
+        _make_way(request)
         await shelf.delete(stored)
     elif action in ("publish", "unpublish"):
         await shelf.set_public(stored, action == "publish")
@@ -100,6 +101,11 @@ async def change_checkpoint(
     else:
         raise ApiError(400, f"No action {action!r}; use publish, unpublish, ttl or delete.")
     return RedirectResponse(f"/console/runs/{parsed.run_id}", status_code=303)
+
+
+def _make_way(request: Request) -> None:
+    """On a full disk, a deletion may use what is kept for it, as at the API."""
+    service_of(request).room.make_way(is_admin=request.state.is_admin)
 
 
 @router.post("/runs/delete")
@@ -119,6 +125,7 @@ async def delete_runs(
         values = [("runs", run["run_id"]) for run in chosen]
         return confirmation(request, user, question, detail, "Delete", values)
     service = service_of(request)
+    _make_way(request)
     refusals = []
     for run in chosen:
         model = await service.store.call(service.store.models.get, run["run_id"])
@@ -187,6 +194,7 @@ async def describe_run(
     """
     shown = await console_of(request).source.run(user, run)
     service = service_of(request)
+    service.room.require()
     model = await service.store.call(service.store.models.get, shown["run_id"])
     assert model is not None
     asked = DescribeRunRequest(

@@ -82,7 +82,10 @@ async def may_look_on(request: Request) -> bool:
 
 async def admin_visitor(request: Request) -> User:
     """FastAPI dependency: the same for pages of administrators, or a 403."""
-    await dependencies_of(request).auth.admin_of(_cookie(request))
+    parts = dependencies_of(request)
+    await parts.auth.admin_of(_cookie(request))
+    if request.method == "POST":
+        parts.service.room.make_way(is_admin=True)
     return await visitor(request)
 
 

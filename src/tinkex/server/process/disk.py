@@ -1,8 +1,9 @@
 """How much room the data folder has, and how a disk that takes no more is spoken of.
 
 New work is refused a little before the disk is full, because what was accepted needs some room to
-end well. A file of a few megabytes is kept in reserve: it is given up for deletions and for what
+end well. Two files of a few megabytes are kept in reserve: they are given up for deletions and for what
 administrators do, which write a little before they free much, and made again once there is room.
+The second one is the administrators' alone: anybody may delete nothing, and then fill the room.
 Others may eat that room too, so every write can still fail: `trouble` recognises such a failure
 wherever it comes from (the operating system, SQLite, PostgreSQL, a worker's message) and puts it in
 words. Who retries and who gives up is decided where the write was made.
@@ -24,9 +25,11 @@ from tinkex.errors import EngineError, TinkerError
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.5
-RESERVE = "reserve.bin"
-"""A file in the data folder that is given up so that a full disk can be emptied."""
+RESERVES = ("reserve.bin", "reserve.admin.bin")
+"""Files in the data folder that are given up so that a full disk can be emptied: the first one for
+deletions, the second one for administrators."""
 RESERVE_BYTES = 4 * 1024 * 1024
+"""Of each."""
 _ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _SIGNS = (
     "database or disk is full",
@@ -81,9 +84,12 @@ class Room:
             f"accepted before. {_ADVICE}."
         )
 
-    def keep_reserve(self) -> None:
-        """Make the reserve where there is none and room enough. Blocks for a moment."""
-        file = self._folder / RESERVE
+    def keep_reserves(self) -> None:
+        """Make the reserves that are not there, if there is room enough. Blocks for a moment."""
+        for name in RESERVES:
+            self._keep(self._folder / name)
+
+    def _keep(self, file: Path) -> None:
         if (
             file.exists()
             or self._free_bytes(self._folder) < self._min_free_bytes + 2 * RESERVE_BYTES
@@ -100,15 +106,16 @@ class Room:
             logger.warning("no reserve of disk space is kept: %s", exc.strerror)
             aside.unlink(missing_ok=True)
 
-    def make_way(self) -> None:
-        """Give the reserve up if there is hardly any room, for a call that will free some."""
-        if self._free_bytes(self._folder) >= RESERVE_BYTES:
-            return
-        try:
-            (self._folder / RESERVE).unlink()
-        except FileNotFoundError:
-            return
-        logger.warning("the disk is full; the reserve is given up for deletions and administrators")
+    def make_way(self, *, is_admin: bool) -> None:
+        """Give a reserve up if there is hardly any room, for a call that may free some."""
+        for name in RESERVES if is_admin else RESERVES[:1]:
+            if self._free_bytes(self._folder) >= RESERVE_BYTES:
+                return
+            try:
+                (self._folder / name).unlink()
+            except FileNotFoundError:
+                continue
+            logger.warning("the disk is full; %s is given up so that it can be emptied", name)
 
     def _log_change(self, short: bool) -> None:
         if short and not self._was_short:

@@ -167,7 +167,7 @@ class Service:
 
     async def start(self) -> None:
         await self._restore_pauses()
-        await asyncio.to_thread(self.room.keep_reserve)
+        await asyncio.to_thread(self.room.keep_reserves)
         await self.store.call(self._quotas.load)
         await self.store.call(self.shelf.measure)
         await self.store.call(self.store.count_bytes)
@@ -234,7 +234,7 @@ class Service:
                 if time.monotonic() - looked_at >= LOOK_FOR_SILENT_S:
                     looked_at = time.monotonic()
                     await self.drop_silent(self._clock.now())
-                await asyncio.to_thread(self.room.keep_reserve)
+                await asyncio.to_thread(self.room.keep_reserves)
                 await self.curves.flush()
                 await self.rates.flush()
                 self.rollouts.forget()
