@@ -140,6 +140,11 @@ async def test_a_repeat_with_its_idempotency_key_is_gathered_once(world: AppWorl
     assert promises[0]["request_id"] == promises[1]["request_id"]
     other = await world.ok(PATH, body, headers={"x-idempotency-key": "l"})
     assert other["request_id"] != promises[0]["request_id"]
+    # A header has up to 64 KiB, and thousands of keys are remembered.
+    long = {"headers": {"x-idempotency-key": "m" * 60_000}}
+    promises = [await world.ok(PATH, body, **long) for _ in range(2)]
+    assert promises[0]["request_id"] == promises[1]["request_id"]
+    assert {len(key) for key in world.service._inboxes[model]._places} == {16}
 
 
 @pytest.mark.parametrize(

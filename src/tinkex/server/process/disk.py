@@ -1,9 +1,10 @@
 """How much room the data folder has, and how a disk that takes no more is spoken of.
 
 New work is refused a little before the disk is full, because what was accepted needs some room to
-end well. Two files of a few megabytes are kept in reserve: they are given up for deletions and for what
-administrators do, which write a little before they free much, and made again once there is room.
-The second one is the administrators' alone: anybody may delete nothing, and then fill the room.
+end well. Two files of a few megabytes are kept in reserve: they are given up for deletions and for
+what administrators do, which write a little before they free much, and made again once there is
+room. The second one is the administrators' alone: anybody may delete nothing, and then fill the
+room.
 Others may eat that room too, so every write can still fail: `trouble` recognises such a failure
 wherever it comes from (the operating system, SQLite, PostgreSQL, a worker's message) and puts it in
 words. Who retries and who gives up is decided where the write was made.
