@@ -140,6 +140,18 @@ def test_what_was_noted_long_ago_begins_no_pause_after_a_restart() -> None:
     assert pauses.left_s("ann") == 0
 
 
+def test_a_restart_makes_no_pause_shorter() -> None:
+    """Each blame comes within the hour of the one before, so none of them is forgotten."""
+    now, told = [0.0], []
+    pauses = Pauses(lambda *event: told.append((now[0], *event)), clock=lambda: now[0])
+    for _ in range(4):
+        now[0] += 0.9 * FORGET_S
+        pauses.blame("eve")
+    again = Pauses(clock=lambda: now[0])
+    again.restore((now[0] - at, *event) for at, *event in told)
+    assert again.left_s("eve") == pauses.left_s("eve") == 4 * FIRST_S
+
+
 def test_as_many_trials_run_as_there_are_workers_but_one() -> None:
     pool: Any = SimpleNamespace(size=1, watch=(resized := []).append)
     gated = GatedPool.before(pool, max_training=2, max_sampling=4)

@@ -101,6 +101,8 @@ class Pauses:
                 self.lift(user_id)
             elif event == NOTED and age_s < FORGET_S:
                 blame = self._blames.setdefault(user_id, Blame())
+                # Earlier ones count although they are too old to be told here.
+                blame.count = int(details.get("count", blame.count + 1)) - 1
                 cause, request_id = details.get("cause", ""), details.get("request_id", "")
                 blame.add(now - max(age_s, 0.0), str(cause), str(request_id))
 
