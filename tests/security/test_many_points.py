@@ -127,6 +127,35 @@ async def test_traces_and_lists_without_pages_are_made_in_turns(tmp_path: Path) 
         assert [(await answer).status_code for answer in asked] == [200, 200]
 
 
+async def test_streams_of_a_page_look_in_turns_and_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixty of one key looked every second at a run of a million points, and nobody had a turn."""
+    monkeypatch.setattr("tinkex.server.console.run_pages.MAX_LIVE", 3)
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+        run, watching = await world.model(**ANN), world.app.state.console.watching
+        gate, told = world.parts.drawing, list[bytes]()
+        for _ in range(gate.num_slots):
+            await gate.acquire("bob")
+
+        async def look() -> int:
+            live = f"/console/api/runs/{run}/live"
+            async with world.http.stream("GET", live, headers=HEADERS) as answer:
+                told.extend([piece async for piece in answer.aiter_bytes()])
+                return answer.status_code
+
+        streams = [asyncio.create_task(look()) for _ in range(3)]
+        await soon(lambda: gate.num_waiting == 3)
+        assert watching == {"ann": 3}
+        assert await look() == 429
+        assert not any(piece.startswith(b"data:") for piece in told)
+        gate.release("bob")
+        world.service.begin_stop()
+        assert [await stream for stream in streams] == [200] * 3
+        assert sum(piece.startswith(b"data:") for piece in told) >= 1
+        await soon(lambda: not watching)
+
+
 async def test_a_page_waits_for_room_like_every_answer(tmp_path: Path) -> None:
     async with open_app(tmp_path, api_keys=KEYS) as world:
         budget = world.parts.bodies

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -38,6 +39,7 @@ from tinkex.server.console.source import (
     thinned_curves,
 )
 from tinkex.server.console.visitors import Visitor, begin_stream, may_look_on
+from tinkex.server.fairness.line import take_from
 from tinkex.server.guard.auth import USER_ID
 from tinkex.server.http import inputs
 from tinkex.server.http.handlers import answer
@@ -46,6 +48,11 @@ from tinkex.store import User
 
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
 LIVE_S = 1.0
+MAX_LIVE = 32
+"""Runs that a visitor may look on at a time."""
+REST = 50
+"""A stream rests so many times as long as its last look took, or `LIVE_S`."""
+LONGEST_REST_S = 30.0
 MAX_COMPARED = 12
 
 Number = Annotated[int, Query(ge=0, le=1_000_000)]
@@ -190,20 +197,39 @@ async def run_live(request: Request, user: Visitor, run_id: inputs.Text) -> Resp
     """Server-sent events: whatever of the curves grew, once a second."""
     source = source_of(request)
     await source.check(_eyes(request, user), run_id)
+    watching = console_of(request).watching
+    if watching[user.user_id] >= MAX_LIVE:
+        text = f"You look on at {MAX_LIVE} runs already; close some of their pages."
+        raise ApiError(429, text, code="quota", headers={"Retry-After": "10"})
     begin_stream(request)
-    return StreamingResponse(_growth(request, source, run_id), media_type="text/event-stream")
+    growth = _growth(request, source, run_id, user.user_id)
+    return StreamingResponse(growth, media_type="text/event-stream")
 
 
-async def _growth(request: Request, source: Source, run_id: str) -> AsyncIterator[bytes]:
-    growth = Growth()
+async def _growth(
+    request: Request, source: Source, run_id: str, user_id: str
+) -> AsyncIterator[bytes]:
+    watching, growth = console_of(request).watching, Growth()
     before = None
-    while not source.is_ending and await may_look_on(request):
-        grown = growth.of(await source.curves(run_id))
-        told = {"curves": grown, "doing": source.doing(run_id)}
-        # A line that says nothing keeps the connection known to proxies.
-        yield b"data: " + orjson.dumps(told) + b"\n\n" if grown or told != before else b":\n\n"
-        before = told
-        await asyncio.sleep(LIVE_S)
+    if watching[user_id] >= MAX_LIVE:  # many began at once
+        return
+    watching[user_id] += 1
+    try:
+        while not source.is_ending and await may_look_on(request):
+            async with _turn(request):
+                began_at = time.perf_counter()
+                grown = growth.of(await source.curves(run_id))
+                told = {"curves": grown, "doing": source.doing(run_id)}
+                # A line that says nothing keeps the connection known to proxies.
+                is_new = bool(grown) or told != before
+                event = b"data: " + orjson.dumps(told) + b"\n\n" if is_new else b":\n\n"
+                took_s = time.perf_counter() - began_at
+            before = told
+            yield event
+            # A run of a million points takes a tenth of a second to look at.
+            await asyncio.sleep(min(max(LIVE_S, REST * took_s), LONGEST_REST_S))
+    finally:
+        take_from(watching, user_id)
 
 
 # ------------------------------------------------------------------------------------ rollouts

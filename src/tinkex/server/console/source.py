@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol
@@ -158,6 +159,8 @@ class ConsoleDependencies:
     """Turns for what is made of very many points."""
     owners: Source | None = None
     """What the person who runs the server is shown instead."""
+    watching: Counter[str] = field(default_factory=Counter)
+    """Live streams by user."""
 
 
 def console_of(request: Request) -> ConsoleDependencies:
