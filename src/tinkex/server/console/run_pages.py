@@ -48,8 +48,8 @@ from tinkex.store import User
 
 router = APIRouter(prefix="/console", route_class=PageRoute, include_in_schema=False)
 LIVE_S = 1.0
-MAX_LIVE = 32
-"""Runs that a visitor may look on at a time."""
+MAX_LIVE = 16
+"""Runs that a visitor may look on at a time; browsers hold six connections to a host."""
 REST = 50
 """A stream rests so many times as long as its last look took, or `LIVE_S`."""
 LONGEST_REST_S = 30.0
