@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from app_world import AppWorld, open_app
+from fuzz import talking_toy
 from heavy_bodies import sparse_request
 from patience import soon
 from wire_client import loss_of, model_body, save_body, train_body
@@ -262,6 +263,30 @@ async def test_traced_losses_count_and_have_a_number_and_a_size(
         await store.call(store.sessions.finish, session, {"type": "client_finished"})
         assert await store.call(store.sampling.forget_losses, time.time() + 1, 0.0) == 4
         assert "losses" not in store.stored.of("ann")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_recorded_conversations_that_run_together_are_bounded(
+    tmp_path: Path, stream: bool
+) -> None:
+    async with open_app(tmp_path / "d", api_keys=KEYS, **talking_toy(tmp_path / "m")) as world:
+        await world.facts()
+        await room(world, 200_000)
+        user = {"role": "user", "content": "hi " * 1000}
+
+        async def chat(number: int) -> str:
+            body = {"model": "toy", "messages": [user], "n": 8, "max_tokens": 4, "stream": stream}
+            body |= {"trajectory": f"t{number}"}
+            headers = {"authorization": "Bearer tml-ann"}
+            return (await world.http.post("/v1/chat/completions", json=body, headers=headers)).text
+
+        told = await asyncio.gather(*map(chat, range(16)))
+        refused = [text for text in told if "disk quota" in text]
+        stored = world.service.store.stored
+        assert 0 < stored.total("ann") <= world.parts.quotas.limit("ann", "disk_bytes")
+        assert 0 < len(refused) < 16
+        await assert_counted(world)
+        assert not stored._reserved
 
 
 async def test_copies_of_a_public_checkpoint_are_bounded(tmp_path: Path) -> None:

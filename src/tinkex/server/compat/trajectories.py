@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import secrets
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -96,7 +97,11 @@ class TrajectoryRecorder:
         recording: RecordedPrefix,
         answers: Sequence[ModelAnswer],
     ) -> list[int]:
-        """Keep the answers of a call, as followers of the answer that its prompt was built on."""
+        """Keep the answers of a call, as followers of the answer that its prompt was built on.
+
+        Raises:
+            OverQuotaError: The user has no room for them any more.
+        """
         assert asked.trajectory is not None
         snapshot = ""
         if spec.target.model_path is not None:
@@ -121,7 +126,11 @@ class TrajectoryRecorder:
             )
             for answer, history in zip(answers, histories, strict=True)
         ]
-        return await self._store.call(self._store.trajectories.add, rows)
+        size = sum(len(row.prompt_tokens) + len(row.tokens) + len(row.logprobs) for row in rows)
+        # Judged again: many that were let in together know their size only now.
+        name = f"trajectory {secrets.token_hex(8)}"
+        with self._shelf.disk_quota.admitted(name, user.user_id, size):
+            return await self._store.call(self._store.trajectories.add, rows)
 
 
 def trajectory_of(given: str | None, request: Request) -> str | None:
