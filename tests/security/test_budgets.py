@@ -169,6 +169,28 @@ async def test_only_owners_and_administrators_set_budgets(tmp_path: Path) -> Non
         assert (await _call(world, "DELETE", f"admin/{path}", key="tml-root"))[0] == 204
 
 
+@pytest.mark.parametrize("ours", ["PUT", "DELETE"])
+async def test_nobody_changes_what_an_administrator_sets_at_that_moment(
+    tmp_path: Path, ours: str
+) -> None:
+    """A user who asks again and again finds no moment at which the budget is theirs."""
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+        world.parts.store.accounts.ensure_user("root")
+        world.parts.store.accounts.add_key("tml-root", "root", role="admin")
+        path, body = "budgets/user/ann/tokens", {"amount": 1e9}
+        for _ in range(8):
+            await _budget(world, "user/ann/tokens", 1e9)
+            calls = [_call(world, ours, path, body if ours == "PUT" else None) for _ in range(8)]
+            theirs = _call(world, "PUT", f"admin/{path}", {"amount": 5}, key="tml-root")
+            await asyncio.gather(*calls[:4], theirs, *calls[4:])
+            (live,) = world.service.budgets.of_user("ann")
+            kept = await world.parts.store.call(world.parts.store.budgets.all)
+            assert [live.budget] == kept
+            assert (live.budget.by_admin, live.budget.amount) == (True, 5)
+            status, _ = await _call(world, "DELETE", f"admin/{path}", key="tml-root")
+            assert status == 204
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [

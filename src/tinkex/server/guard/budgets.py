@@ -161,6 +161,16 @@ class Reservation:
         return "" if blocked is None else f"paused: {blocked[0].why(blocked[1])}"
 
 
+def require_own(live: LiveBudget) -> None:
+    """Refuse a user what only administrators may change.
+
+    Raises:
+        ApiError: 403.
+    """
+    if live.budget.by_admin:
+        raise ApiError(403, "An administrator set this budget; only they can change it.")
+
+
 NOTHING = Reservation()
 """Of requests that no budget holds for."""
 
@@ -172,6 +182,8 @@ class SpendingBudgets:
         self._first_run: dict[str, str] = {}
         """The first segment of runs that have a budget, by the later ones."""
         self._changed = asyncio.Event()
+        self._writing = asyncio.Lock()
+        """One change at a time: whose a budget is, is asked right before, and rows follow memory."""
 
     async def open(self) -> None:
         """Take up the budgets of the store, with what was used meanwhile."""
@@ -185,9 +197,16 @@ class SpendingBudgets:
         """Set a budget; what was used before does not count, unless one was there already.
 
         Raises:
-            ApiError: 409, when the user has too many.
+            ApiError: 403 for a user's in the place of an administrator's, 409 when the user has too
+                many.
         """
+        async with self._writing:
+            return await self._put(budget)
+
+    async def _put(self, budget: SpendingBudget) -> LiveBudget:
         known = self.find(budget.scope, budget.subject, budget.unit)
+        if known is not None and not budget.by_admin:
+            require_own(known)
         own = [live for live in self.of_user(budget.user_id) if not live.budget.by_admin]
         if known is None and not budget.by_admin and len(own) >= MAX_OF_USER:
             raise ApiError(409, f"You have {MAX_OF_USER} budgets; remove one first.")
@@ -201,7 +220,19 @@ class SpendingBudgets:
         await self._store.call(self._store.budgets.put, budget)
         return live
 
-    async def remove(self, live: LiveBudget) -> None:
+    async def remove(self, live: LiveBudget, *, by_admin: bool = True) -> None:
+        """Remove a budget, unless that has happened already.
+
+        Raises:
+            ApiError: 403 for a user where an administrator has set it.
+        """
+        async with self._writing:
+            if not by_admin:
+                require_own(live)
+            if not live.is_gone:  # by now another one may be in its place
+                await self._remove(live)
+
+    async def _remove(self, live: LiveBudget) -> None:
         budget = live.budget
         await self._store.call(
             self._store.budgets.remove, budget.scope, budget.subject, budget.unit

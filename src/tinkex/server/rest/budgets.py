@@ -36,7 +36,6 @@ async def set_budget(
     owner, subject = await _whose(service, scope, subject, user)
     if owner != user.user_id:
         raise ApiError(404, f"No {scope} {subject!r} of yours.")
-    _require_own(service.budgets.find(scope, subject, unit))
     return await _set(service, user, scope, subject, unit, user.user_id, asked, by_admin=False)
 
 
@@ -48,8 +47,7 @@ async def remove_budget(
     live = service.budgets.find(scope, subject_id, unit)
     if live is None or live.budget.user_id != user.user_id:
         raise ApiError(404, f"No budget of {scope} {subject!r} in {unit}.")
-    _require_own(live)
-    await _remove(service, user, live)
+    await _remove(service, user, live, by_admin=False)
 
 
 @serve(router, "admin_list_budgets")
@@ -100,11 +98,6 @@ async def _whose(
     return (None if key is None else key.user_id), subject
 
 
-def _require_own(live: LiveBudget | None) -> None:
-    if live is not None and live.budget.by_admin:
-        raise ApiError(403, "An administrator set this budget; only they can change it.")
-
-
 async def _set(
     service: Service,
     who: User,
@@ -143,8 +136,10 @@ async def _set(
     return info_of(live)
 
 
-async def _remove(service: Service, who: User, live: LiveBudget) -> None:
-    await service.budgets.remove(live)
+async def _remove(
+    service: Service, who: User, live: LiveBudget, *, by_admin: bool = True
+) -> None:
+    await service.budgets.remove(live, by_admin=by_admin)
     budget = live.budget
     details = {"scope": budget.scope, "subject": budget.subject, "unit": budget.unit}
     service.store.audit.record(who.user_id, "budget_removed", details)
