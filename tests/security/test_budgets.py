@@ -11,12 +11,14 @@ import pytest
 from app_world import AppWorld, open_app
 from patience import PATIENCE_S, soon
 
+from tinkex.engine.jobs import Event, Tokens
 from tinkex.errors import ConfigError
 from tinkex.server.guard.budgets import MAX_OF_USER, BudgetError, Prices, SpendingBudgets
 from tinkex.server.process.config import ServerConfig
 from tinkex.server.process.problems import ApiError
 from tinkex.server.serve import open_store
 from tinkex.store import SpendingBudget
+from tinkex.types import SampleRequest
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
 SAMPLE = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}, "num_samples": 1}
@@ -275,6 +277,38 @@ async def _goes_on(world: AppWorld, run: str, before: str) -> None:
     asked = {"continues": {"run_id": before, "step": 1}}
     status, answer = await _call(world, "PUT", f"runs/{run}", asked)
     assert status == 200, answer
+
+
+async def test_what_a_stream_told_counts_though_its_client_hangs_up(tmp_path: Path) -> None:
+    """Else whoever hangs up before the last token would read without end, and pay nothing."""
+    async with open_app(tmp_path, api_keys=KEYS, engine="toy:token_latency_s=0.02") as world:
+        await world.facts()
+        await _budget(world, "user/ann/tokens", 2000)
+        asked = SampleRequest.model_validate(
+            SAMPLE | {"base_model": "toy", "sampling_params": {"max_tokens": 1000, "stop": []}}
+        )
+        user = world.parts.store.accounts.get_user("ann")
+        assert user is not None
+        told: list[Tokens] = []
+        tasks: list[asyncio.Task[None]] = []
+
+        def hang_up(event: Event) -> None:
+            if isinstance(event, Tokens):
+                told.append(event)
+                tasks[0].cancel()
+
+        promise, task, _ = await world.service.samples.stream(user, asked, hang_up)
+        tasks.append(task)
+        await task
+        assert promise.outcome is not None
+        assert promise.outcome.category == "cancelled"
+        num_told = sum(len(event.tokens) for event in told)
+        assert 0 < num_told < 1000
+        assert await _spent(world) == 3 + num_told
+        world.parts.store.flush()
+        (used,) = world.parts.store.usage.used("user", 0.0, 10)
+        tokens = {kind: n for kind, n in used.counts.items() if kind != "device_seconds"}
+        assert tokens == {"sampling_prefill": 3, "sampling_sample": num_told}
 
 
 async def test_a_budget_of_a_run_holds_for_the_runs_that_go_on_from_it(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import httpx
 import pyrage
 import pytest
 from app_world import AppWorld, open_app
+from patience import soon
 
 from tinkex.server.files import uploads
 from tinkex.server.files.sweeper import Sweeper
@@ -287,6 +290,41 @@ async def test_a_file_beyond_the_limit_is_refused_and_can_be_sent_again(tmp_path
         assert (await world.http.put(url, content=without_length())).status_code == 413
         assert not [path for path in _left(world) if path.suffix == ".part"]
         assert (await _put(world, url, files["adapter_model.npz"])).is_success
+
+
+async def test_an_upload_that_becomes_a_checkpoint_counts_all_the_while(tmp_path: Path) -> None:
+    """Else another upload would take its room in that moment, and both would be there."""
+    async with open_app(tmp_path, api_keys=KEYS, max_user_disk_bytes=1_000_000) as world:
+        _, files = await _export(world)
+        started = await _start(world)
+        await _put_all(world, started, files)
+        stored, totals = world.service.store.stored, []
+        before = stored.total("ann")
+
+        async def watch() -> None:
+            while True:
+                totals.append(stored.total("ann"))
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        await _finish(world, started["upload_id"])
+        watching.cancel()
+        assert min(totals) == before
+        assert max(totals) < before + 1000, "nor does it count twice"
+
+
+async def test_an_upload_is_read_in_the_sandbox(world: AppWorld) -> None:
+    """A header of 16 MB of JSON held everybody's requests for seconds where it was parsed."""
+    _, files = await _export(world)
+    started = await _start(world)
+    await _put_all(world, started, files)
+    finishing = asyncio.create_task(_finish(world, started["upload_id"], 400))
+    sandbox = world.parts.sandbox
+    await soon(lambda: sandbox._busy)
+    (process,) = sandbox._busy
+    os.kill(process.pid, signal.SIGKILL)
+    assert "send less" in (await finishing)["detail"]
+    assert not [path for path in _left(world) if path.is_file()]
 
 
 async def test_an_upload_that_nobody_finishes_ends(world: AppWorld) -> None:

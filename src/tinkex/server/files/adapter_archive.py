@@ -1,7 +1,7 @@
-"""An adapter's files as somebody sent them: a tar unpacked, its config and manifests read.
+"""An adapter's files as somebody sent them: a tar unpacked, config, manifests and header read.
 
-Archives are unpacked in the sandbox: these are the bytes of strangers. Knows no server and no
-engine.
+All of it runs in the sandbox: these are the bytes of strangers, and a parser of JSON holds the
+interpreter from end to end. Knows no server and no engine.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from tinkex.contract.cost import FILE
 from tinkex.contract.models import MAX_RANK
 from tinkex.engine.folders import DIGEST, MANIFESTS
 from tinkex.errors import InvalidInputError
+from tinkex.server.files.tensor_file import check_adapter
 from tinkex.wire import tar
 
-CONFIG = "adapter_config.json"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1024 * 1024
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 def unpack(archive: BinaryIO, size: int, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Write the files of a tar of so many bytes into a new folder.
-
-    Returns the adapter's config, and the manifests that named a digest, which are without it now.
+    """Write the files of a tar of so many bytes into a new folder, and `inspect` them.
 
     Raises:
-        InvalidInputError: The archive, a file in it or the config is not what it must be.
+        InvalidInputError: The archive or a file in it is not what it must be.
     """
     aside = folder.with_name(f"{folder.name}.tmp")
     aside.mkdir()
@@ -39,11 +38,25 @@ def unpack(archive: BinaryIO, size: int, folder: Path) -> tuple[dict[str, Any], 
         # Plain tar only: a compressed one could unpack to any size.
         limit = replace(FILE, sent_bytes=size)
         tar.extract(_checked(tar.members(archive, limit)), aside, limit)
-        config = read_config(aside / CONFIG)
-        claims = drop_claims(aside)
+        inspected = inspect(aside)
         aside.rename(folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    return inspected
+
+
+def inspect(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Read what the files of an adapter say.
+
+    Returns the adapter's config, and the manifests that named a digest, which are without it now.
+
+    Raises:
+        InvalidInputError: The config, a manifest or the header of the weights is wrong.
+    """
+    config = _read_config(folder / CONFIG)
+    claims = [name for name in MANIFESTS if _drop_claim(folder / name)]
+    if (weights := folder / WEIGHTS).exists():  # the toy's have another form
+        check_adapter(weights, config)
     return config, claims
 
 
@@ -60,12 +73,7 @@ def _checked(found: Iterable[tar.Found]) -> Iterator[tar.Found]:
         yield member, data
 
 
-def read_config(file: Path) -> dict[str, Any]:
-    """The adapter's config. Blocks.
-
-    Raises:
-        InvalidInputError: There is none, or it is not that of a LoRA adapter.
-    """
+def _read_config(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_CONFIG_BYTES:
             raise InvalidInputError(f"{CONFIG} has more than {MAX_CONFIG_BYTES} bytes.")
@@ -85,11 +93,6 @@ def read_config(file: Path) -> dict[str, Any]:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
         raise InvalidInputError(f"{CONFIG} has lora_alpha={alpha!r:.80}; it must be a number.")
     return dict(config)
-
-
-def drop_claims(folder: Path) -> list[str]:
-    """Take the digests out of foreign manifests; gives the manifests that named one. Blocks."""
-    return [name for name in MANIFESTS if _drop_claim(folder / name)]
 
 
 def _drop_claim(file: Path) -> bool:

@@ -67,6 +67,10 @@ class Upload:
     def missing(self) -> list[str]:
         return [name for name in self.names if name not in self.files]
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files.values())
+
 
 class Uploads:
     """All uploads of one server that are not over. File work runs off the event loop."""

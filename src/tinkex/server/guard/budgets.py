@@ -183,7 +183,7 @@ class SpendingBudgets:
         """The first segment of runs that have a budget, by the later ones."""
         self._changed = asyncio.Event()
         self._writing = asyncio.Lock()
-        """One change at a time: whose a budget is, is asked right before, and rows follow memory."""
+        """Changes wait for each other: whose budget it is is asked right before."""
 
     async def open(self) -> None:
         """Take up the budgets of the store, with what was used meanwhile."""

@@ -1,10 +1,10 @@
 """An adapter's folder that came from elsewhere: loaded once, then listed.
 
 Imports (`imports.py`) and uploads (`uploads.py`) fill such a folder in their own ways, and
-`files.adapter_archive` reads its config; what is believed of it is decided here. Nothing is listed
-before the engine has loaded it once: an adapter that does not fit its base model is refused then,
-not at the first training step. The digest that a manifest claims for its weights is dropped: the
-one listed is what the engine computed.
+`files.adapter_archive` reads it in the sandbox; what is believed of it is decided here. Nothing is
+listed before the engine has loaded it once: an adapter that does not fit its base model is refused
+then, not at the first training step. The digest that a manifest claims for its weights is dropped:
+the one listed is what the engine computed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.engine.folders import DIGEST
+from tinkex.server.files.adapter_archive import WEIGHTS
 from tinkex.server.files.folders import folder_size
-from tinkex.server.files.tensor_file import check_adapter
 from tinkex.server.runs import idle_run
 from tinkex.server.service.service import Service
 from tinkex.server.workers.worker import adapter_for_a_moment
 from tinkex.store import Checkpoint, User
 from tinkex.types.account.checkpoints import TinkerPath
-
-WEIGHTS = "adapter_model.safetensors"
 
 
 def _put_digest(folder: Path, manifests: Sequence[str], content: str) -> None:
@@ -42,13 +40,11 @@ async def prove(
     folder: Path,
     base_model: str,
     claims: Sequence[str],
-    config: dict[str, Any],
     user: User,
 ) -> None:
     """Have the engine load the adapter once, and write the digest it computed where one stood.
 
-    Its names are counted before, and it has the turn that its user has: another user's samples wait
-    for neither.
+    It has the turn that its user has: another user's samples do not wait for it.
 
     Args:
         claims: Manifests that had named a digest.
@@ -57,8 +53,6 @@ async def prove(
         TinkerError: The adapter does not fit, as the engine says it.
     """
     weights = folder / WEIGHTS
-    if weights.exists():  # the toy's have another form
-        await asyncio.to_thread(check_adapter, weights, config)
     cost = weights.stat().st_size if weights.exists() else 1
     pool, user_id = service.workers.pool, user.user_id
     async with (

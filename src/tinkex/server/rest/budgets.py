@@ -136,9 +136,7 @@ async def _set(
     return info_of(live)
 
 
-async def _remove(
-    service: Service, who: User, live: LiveBudget, *, by_admin: bool = True
-) -> None:
+async def _remove(service: Service, who: User, live: LiveBudget, *, by_admin: bool = True) -> None:
     await service.budgets.remove(live, by_admin=by_admin)
     budget = live.budget
     details = {"scope": budget.scope, "subject": budget.subject, "unit": budget.unit}

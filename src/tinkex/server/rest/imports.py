@@ -41,7 +41,7 @@ async def import_checkpoint(
         )
         config, claims = unpacked["config"], unpacked["claims"]
         base = service.catalog.resolve(base_model or str(config.get("base_model_name_or_path")))
-        await adapter_folder.prove(service, folder, base, claims, config, user)
+        await adapter_folder.prove(service, folder, base, claims, user)
         checkpoint = await adapter_folder.list_checkpoint(
             service,
             target,

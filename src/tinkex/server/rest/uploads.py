@@ -29,6 +29,7 @@ from tinkex.server.process.problems import ApiError
 from tinkex.server.rest import adapter_folder
 from tinkex.server.rest.files import link
 from tinkex.server.runs import idle_run
+from tinkex.server.sandbox.sandbox import Sandbox
 from tinkex.server.service.service import Service
 from tinkex.store import User
 from tinkex.types.account.checkpoints import TinkerPath
@@ -92,7 +93,10 @@ async def upload_file(request: Request, token: Text, file_name: Text) -> Respons
 
 @serve(router, "external_weights_upload_finish")
 async def finish(
-    service: Service, user: User, asked: types.ExternalWeightsUploadFinishRequest
+    service: Service,
+    sandbox: Sandbox,
+    user: User,
+    asked: types.ExternalWeightsUploadFinishRequest,
 ) -> types.ExternalWeightsUploadFinishResponse:
     """Make a checkpoint of an upload. A repeat gives the same one."""
     uploads = service.shelf.uploads
@@ -106,33 +110,47 @@ async def finish(
                     path="upload_id",
                 )
             try:
-                path = await _checkpoint(service, upload, files, user)
+                path = await _checkpoint(service, sandbox, upload, files, user)
             except InvalidInputError as exc:
                 if isinstance(exc, OverQuotaError):
-                    uploads.reserve(upload)  # it can be finished when there is room
-                    raise
+                    raise  # it can be finished when there is room
                 # Its links are used up, so it can never be right; its bytes make room.
                 await uploads.drop(upload)
                 raise InvalidInputError(
                     f"{exc} The upload is removed; start another.", path="upload_id"
                 ) from exc
-            except BaseException:
-                uploads.reserve(upload)
-                raise
             await uploads.finished(upload, path)
     assert upload.tinker_path is not None
     return types.ExternalWeightsUploadFinishResponse(tinker_path=upload.tinker_path)
 
 
-async def _checkpoint(service: Service, upload: Upload, files: Path, user: User) -> str:
+async def _checkpoint(
+    service: Service, sandbox: Sandbox, upload: Upload, files: Path, user: User
+) -> str:
     base_model = service.catalog.resolve(upload.base_model)
     target = TinkerPath(idle_run.new_run_id(), "external_weights", NAME)
     async with service.shelf.making(target) as folder:
-        config, claims = await asyncio.to_thread(_take, files, folder)
-        _check_agreement(upload, config, service)
-        await adapter_folder.prove(service, folder, base_model, claims, config, user)
-        service.shelf.uploads.release(upload)  # the checkpoint counts instead
-        checkpoint = await adapter_folder.list_checkpoint(
+        await asyncio.to_thread(_put_files, files, folder)
+        said = await sandbox.run(user.user_id, "inspect_adapter", {"folder": str(folder)})
+        _check_agreement(upload, said["config"], service)
+        await adapter_folder.prove(service, folder, base_model, said["claims"], user)
+        await _list(service, upload, target, folder, said["config"], user)
+    return str(target)
+
+
+async def _list(
+    service: Service,
+    upload: Upload,
+    target: TinkerPath,
+    folder: Path,
+    config: dict[str, Any],
+    user: User,
+) -> None:
+    """List the checkpoint, whose bytes count in place of the upload's, and never neither."""
+    service.shelf.uploads.release(upload)
+    try:
+        service.shelf.reserve(folder, user.user_id, upload.size_bytes)
+        await adapter_folder.list_checkpoint(
             service,
             target,
             folder,
@@ -142,22 +160,16 @@ async def _checkpoint(service: Service, upload: Upload, files: Path, user: User)
             origin="upload",
             project_id=upload.project_id,
         )
-    return checkpoint.path
+    except BaseException:
+        service.shelf.uploads.reserve(upload)
+        raise
 
 
-def _take(files: Path, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Put the files into a new folder, and read what they say. The upload keeps its own."""
-    aside = folder.with_name(f"{folder.name}.tmp")
-    aside.mkdir()
-    try:
-        for file in files.iterdir():
-            _link_or_copy(file, aside / file.name)
-        config = adapter_archive.read_config(aside / adapter_archive.CONFIG)
-        claims = adapter_archive.drop_claims(aside)
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return config, claims
+def _put_files(files: Path, folder: Path) -> None:
+    """Put the files into a new folder. The upload keeps its own."""
+    folder.mkdir()
+    for file in files.iterdir():
+        _link_or_copy(file, folder / file.name)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

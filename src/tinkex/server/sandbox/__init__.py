@@ -1,1 +1,1 @@
-"""A process of its own for the bytes of strangers: archives unpacked, templates rendered."""
+"""A process of its own for the bytes of strangers: adapters are read, templates rendered."""

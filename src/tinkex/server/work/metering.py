@@ -7,6 +7,7 @@ its user. Tokens of training requests are counted where the operation knows them
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from tinkex.engine.jobs import SampleResult
 from tinkex.server.files.checkpoints import parse_path
@@ -34,27 +35,48 @@ def count_request(
 
 def count_sample(deps: Dependencies, run: SampleRun, result: SampleResult) -> None:
     """Count the tokens and seconds of a sample, and end its reservation."""
-    session, cached = run.session, result.prompt_cache_hit_tokens
+    cached = result.prompt_cache_hit_tokens
     counts: dict[UsageKind, float] = {
         "sampling_prefill": result.num_prompt_tokens - cached,
         "sampling_prefill_cached": cached,
         "sampling_sample": result.num_sampled_tokens,
         "device_seconds": result.device_seconds,
     }
-    run_id, base_model = run_of(session), session.base_model
+    _count(deps, run, counts)
+    _note_rates(deps, run.session.base_model, result)
+    # Before the result is told: the next request of its client must find the room.
+    deps.open_work.budgets.release(run.reservation)
+
+
+def count_told(deps: Dependencies, run: SampleRun) -> None:
+    """Count what a stream told before it was cut off: its client has these tokens.
+
+    The seconds are what as many tokens took before; work of which nothing was told is not counted.
+    """
+    if not run.num_told:
+        return
+    base_model, num_prompt = deps.catalog.engine_name(run.session.base_model), len(run.job.prompt)
+    amounts = {PREFILL: num_prompt, SAMPLE: run.num_told}
+    rates = {work: deps.rates.rate(base_model, work) or 0.0 for work in amounts}
+    counts: dict[UsageKind, float] = {
+        "sampling_prefill": num_prompt,
+        "sampling_sample": run.num_told,
+        "device_seconds": sum(rates[work] * amount for work, amount in amounts.items()),
+    }
+    _count(deps, run, counts)
+
+
+def _count(deps: Dependencies, run: SampleRun, counts: Mapping[UsageKind, float]) -> None:
+    session, run_id = run.session, run_of(run.session)
     deps.store.usage.add_kinds(
         {kind: count for kind, count in counts.items() if count},
         user_id=run.user_id,
         session_id=session.session_id,
         model_id=run_id,
-        base_model=base_model,
+        base_model=session.base_model,
         key_id=run.key_id,
     )
-    budgets = deps.open_work.budgets
-    budgets.count(run.user_id, run.key_id, run_id, base_model, counts)
-    _note_rates(deps, base_model, result)
-    # Before the result is told: the next request of its client must find the room.
-    budgets.release(run.reservation)
+    deps.open_work.budgets.count(run.user_id, run.key_id, run_id, session.base_model, counts)
 
 
 def _note_rates(deps: Dependencies, base_model: str, result: SampleResult) -> None:

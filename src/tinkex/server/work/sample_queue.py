@@ -29,7 +29,7 @@ from tinkex.server.work.dependencies import Dependencies
 from tinkex.server.work.finished_logs import FinishedLogs
 from tinkex.server.work.futures import Outcome, Promise
 from tinkex.server.work.kept_results import KeptResults
-from tinkex.server.work.metering import count_sample, run_of, sample_spans
+from tinkex.server.work.metering import count_sample, count_told, run_of, sample_spans
 from tinkex.server.work.sample_run import SampleRun
 from tinkex.store import SamplingSession, User
 from tinkex.types import SampleRequest
@@ -237,15 +237,9 @@ class SampleQueue:
     async def _outcome(self, run: SampleRun) -> Outcome:
         try:
             result = await run.result()
-        except asyncio.CancelledError:
-            return Outcome(error="The sample was cancelled.", category="cancelled")
-        except (ApiError, InvalidInputError) as exc:
-            return Outcome(error=str(exc), category="user")
-        except EngineError as exc:
-            return Outcome(error=str(exc), category="server")
-        except Exception as exc:
-            logger.exception("sample %s failed", run.promise.request_id)
-            return Outcome(error=f"The server failed: {exc}", category="server")
+        except (Exception, asyncio.CancelledError) as exc:
+            count_told(self._deps, run)
+            return _failure(run, exc)
         count_sample(self._deps, run, result)
         if run.reservation.parts:  # a budget must know of it even if this process is killed now
             await self._deps.store.call(self._deps.store.usage.flush)
@@ -309,6 +303,17 @@ class SampleQueue:
         for task in list(self._runs):
             task.cancel()
         await asyncio.gather(*self._runs, return_exceptions=True)
+
+
+def _failure(run: SampleRun, exc: BaseException) -> Outcome:
+    if isinstance(exc, asyncio.CancelledError):
+        return Outcome(error="The sample was cancelled.", category="cancelled")
+    if isinstance(exc, ApiError | InvalidInputError):
+        return Outcome(error=str(exc), category="user")
+    if isinstance(exc, EngineError):
+        return Outcome(error=str(exc), category="server")
+    logger.error("sample %s failed", run.promise.request_id, exc_info=exc)
+    return Outcome(error=f"The server failed: {exc}", category="server")
 
 
 def _most(job: SampleJob, info: ModelInfo | None) -> dict[str, float]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from tinkex.engine.jobs import Event, Progress, SampleJob, SampleResult
+from tinkex.engine.jobs import Event, Progress, SampleJob, SampleResult, Tokens
 from tinkex.errors import EngineError, WorkerLostError
 from tinkex.server.fairness.gate import FairGate
 from tinkex.server.fairness.pauses import Pauses
@@ -40,6 +40,8 @@ class SampleRun:
     sent: bool = False
     accepted_at: float = field(default_factory=time.time)
     sent_at: float = 0.0
+    num_told: int = 0
+    """Tokens that its caller was told while it ran."""
     progress: str = ""
 
     @property
@@ -81,7 +83,7 @@ class SampleRun:
     async def _attempt(self) -> SampleResult:
         await self.deps.workers.pool.wait_ready()
         await self.deps.sampling_sessions.prepare(self.session)
-        self.num_sent += 1
+        self.num_sent, self.num_told = self.num_sent + 1, 0
         if self.num_sent > 1:  # a job has a new name each time it is sent
             name = f"{self.promise.request_id}#{self.num_sent}"
             self.job = replace(self.job, job_id=name, alone=self.suspicion.on_trial)
@@ -108,5 +110,7 @@ class SampleRun:
             if not is_loading(event.text):
                 return
             self.promise.polls.wake()
+        if isinstance(event, Tokens):
+            self.num_told += len(event.tokens)
         if self.on_event is not None:
             self.on_event(event)
