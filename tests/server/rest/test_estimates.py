@@ -66,7 +66,8 @@ async def test_money_and_what_is_left_of_budgets(tmp_path: Path) -> None:
             url = f"/tinkex/v1/budgets/{path}"
             headers = {"x-api-key": "tml-ann"}
             await world.http.put(url, json={"amount": amount}, headers=headers)
-        told = await _estimate(world, sample_tokens=100, scored_tokens={"toy": 300})
+        scored = {"toy": 100, "toy:peft:64": 200}
+        told = await _estimate(world, sample_tokens=100, scored_tokens=scored)
         assert told["money"] == 1200
         [outlook] = told["budgets"]
         assert (outlook["left"], outlook["needed"], outlook["is_passed"]) == (1500, 1400, False)
@@ -81,6 +82,9 @@ async def test_wrong_work_is_refused(tmp_path: Path) -> None:
     async with open_app(tmp_path, api_keys=KEYS, models=("toy",)) as world:
         assert "no base model 'none'" in (await _estimate(world, 400, base_model="none"))["detail"]
         assert "none" in (await _estimate(world, 400, scored_tokens={"none": 1}))["detail"]
+        await world.facts()
+        for too_long in ({"base_model": "toy:peft:99999"}, {"scored_tokens": {"toy:peft:99999": 1}}):
+            assert "asks for a context of 99999" in (await _estimate(world, 400, **too_long))["detail"]
         await _estimate(world, 400, training_tokens=-1)
         await _estimate(world, 400, rank=0)
         await _estimate(world, 404, run_id="other:train:0")

@@ -370,6 +370,7 @@ async def test_a_user_has_so_many_uploads_at_a_time(
     ("wrong", "said"),
     [
         ({"base_model": "nobody"}, "no base model 'nobody' is served here"),
+        ({"base_model": "toy:peft:99999"}, "asks for a context of 99999 tokens"),
         ({"lora_config": {"rank": 0}}, "rank"),
         ({"lora_config": {"rank": 8, "dora": True}}, "dora"),
         ({"lora_config": None}, "lora_config"),
@@ -380,6 +381,7 @@ async def test_a_wrong_start_is_refused_and_starts_nothing(
     tmp_path: Path, wrong: dict[str, Any], said: str
 ) -> None:
     async with open_app(tmp_path, api_keys=KEYS, models=("toy",)) as world:
+        await world.facts()
         body = {"base_model": "toy", "lora_config": {"rank": 4}} | wrong
         answer = await world.post("external_weights_upload_start", body, **ANN)
         assert (answer.status_code, said in answer.json()["detail"]) == (400, True), answer.text

@@ -18,6 +18,7 @@ from tinkex.server.runs.rates import (
     MeasuredRates,
 )
 from tinkex.server.service.service import Service
+from tinkex.server.workers.catalog import Catalog
 from tinkex.store import User
 from tinkex.types.account.estimates import BudgetOutlook, Estimate, EstimateRequest
 
@@ -27,10 +28,11 @@ router = APIRouter(prefix="/tinkex/v1", tags=["budgets"])
 @serve(router, "estimate")
 async def estimate(service: Service, user: User, asked: EstimateRequest) -> Estimate:
     base_model = service.catalog.resolve(asked.base_model)
+    await service.catalog.check_context(asked.base_model)
     if asked.run_id is not None:
         await service.model(user, asked.run_id)
     seconds = _seconds(asked, base_model, service.rates)
-    scored = {service.catalog.resolve(name): n for name, n in asked.scored_tokens.items() if n}
+    scored = await _scored(asked, service.catalog)
     by_work = {f"{work} on {base_model}": took for work, took in seconds.items()}
     for model, num_tokens in scored.items():
         rate = service.rates.rate(model, PREFILL)
@@ -59,6 +61,17 @@ async def estimate(service: Service, user: User, asked: EstimateRequest) -> Esti
         checkpoint_bytes=_checkpoint_bytes(asked, base_model, service.rates),
         disk_left_bytes=service.shelf.disk_quota.left(user.user_id),
     )
+
+
+async def _scored(asked: EstimateRequest, catalog: Catalog) -> dict[str, int]:
+    """The tokens that other base models score, by the engine's names of these."""
+    scored: dict[str, int] = {}
+    for name, num_tokens in asked.scored_tokens.items():
+        base_model = catalog.resolve(name, path="scored_tokens")
+        await catalog.check_context(name, path="scored_tokens")
+        if num_tokens:
+            scored[base_model] = scored.get(base_model, 0) + num_tokens
+    return scored
 
 
 def _seconds(

@@ -45,6 +45,7 @@ async def start(request: Request, user: CurrentUser) -> Response:
     asked = await read(request, "external_weights_upload_start")
     parts = dependencies_of(request)
     parts.service.catalog.resolve(asked.base_model)
+    await parts.service.catalog.check_context(asked.base_model)
     names = parts.config.engine_kind.adapter_files
     upload = await parts.shelf.uploads.start(
         user.user_id,
