@@ -73,6 +73,7 @@ COMPAT: dict[str, Json] = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
     },
 }
+_PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 KEY = {"x-api-key": "tml-fuzz"}
 PATIENCE_S = 120.0
 AT_ONCE = 8
@@ -213,7 +214,7 @@ class Maker:
         if "$ref" in schema:
             return self._from(parts[schema["$ref"].rpartition("/")[2]], parts, name, depth + 1)
         if name in self.known and self.chance.random() < 0.8:
-            return self.known[name]
+            return copy.deepcopy(self.known[name])
         for key in ("anyOf", "oneOf", "allOf"):
             if key in schema:
                 return self._from(self.chance.choice(schema[key]), parts, name, depth + 1)
@@ -436,6 +437,14 @@ class Attack:
             "path": path,
             "tinker_path": path,
             "model_path": path,
+            "source_paths": [path, path],
+            "coefficients": [0.5, 0.5],
+            "reference_model_path": path,
+            "student_input": _PROMPT,
+            "reference_input": _PROMPT,
+            "target_tokens": {"data": [4, 5], "shape": [2], "dtype": "int64"},
+            "weights": {"data": [1.0, 1.0], "shape": [2], "dtype": "float32"},
+            "temperature": 1.0,
             "seq_id": self._maker.chance.randint(2, 60),
             "upload_id": upload["upload_id"],
             "token": url.split("/")[-2],
