@@ -16,6 +16,7 @@ from tinkex.server.runs.timeline import (
     Timelines,
     TimelineSpan,
 )
+from tinkex.store.journal import TRACED_CHARACTERS
 
 KEYS = ("tml-ann=ann", "tml-bob=bob")
 SAMPLE = {
@@ -80,6 +81,22 @@ async def test_a_trace_shows_passes_steps_saves_samples_and_refusals(tmp_path: P
         assert told.status_code == 200, told.text
         by_name = await slices("training_runs/by its name/trace_export")
         assert by_name.keys() == run.keys()
+
+
+async def test_a_trace_has_the_beginning_of_an_error(tmp_path: Path) -> None:
+    """50,000 requests that were refused with 2000 characters each took a gigabyte."""
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+        model = await world.model(key="tml-ann")
+        asked = {"model_id": model, "seq_id": 1, "path": "tinker://" + "a" * 2000}
+        refused = await world.post("load_weights", asked, key="tml-ann")
+        assert len(refused.json()["detail"]) == 2000
+        url = f"/api/v1/training_runs/{model}/trace_export"
+        link = (await world.http.get(url, headers={"X-API-Key": "tml-ann"})).json()["url"]
+        slices = perfetto_slices((await world.http.get(link)).content)
+        [load] = (one for one in slices[model, "requests"] if one.name == "load_weights")
+        error = str(load.details["error"])
+        assert len(error) == TRACED_CHARACTERS
+        assert refused.json()["detail"].startswith(error)
 
 
 def _span(number: int, track: str = PASSES) -> TimelineSpan:

@@ -35,6 +35,8 @@ RESULT_TTL_S = 24 * 3600.0
 """How long a result that nobody fetched is kept."""
 ROW_TTL_S = 7 * 24 * 3600.0
 SWEEP_ROWS = 1000
+TRACED_CHARACTERS = 200
+"""Of an error, in a trace."""
 UNNUMBERED = ":between"
 """Ends the id of a request that has no number of its client's; its row stays as long as its run."""
 
@@ -117,10 +119,14 @@ class Journal(StoredNoun):
         return self._scalars(query)
 
     def timings(self, model_ids: Sequence[str], limit: int) -> list[JournalRow]:
-        """The newest rows, without body and result: the material of a trace."""
-        slim = [c for c in _table.c if c.name not in ("body", "result")]
+        """The newest rows, without body and result and with the beginning of an error, for traces.
+
+        A text of a caller's may be in an error, and tens of thousands of rows are in memory.
+        """
+        slim = [c for c in _table.c if c.name not in ("body", "result", "error")]
         left_out = (null().label("body"), null().label("result"))
-        query = select(*slim, *left_out).where(_table.c.model_id.in_(model_ids))
+        error = func.substr(_table.c.error, 1, TRACED_CHARACTERS).label("error")
+        query = select(*slim, *left_out, error).where(_table.c.model_id.in_(model_ids))
         return self._all(JournalRow, query.order_by(_table.c.accepted_at.desc()).limit(limit))
 
     def release_bodies(

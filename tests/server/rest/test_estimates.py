@@ -83,8 +83,13 @@ async def test_wrong_work_is_refused(tmp_path: Path) -> None:
         assert "no base model 'none'" in (await _estimate(world, 400, base_model="none"))["detail"]
         assert "none" in (await _estimate(world, 400, scored_tokens={"none": 1}))["detail"]
         await world.facts()
-        for too_long in ({"base_model": "toy:peft:99999"}, {"scored_tokens": {"toy:peft:99999": 1}}):
-            assert "asks for a context of 99999" in (await _estimate(world, 400, **too_long))["detail"]
+        for too_long in (
+            {"base_model": "toy:peft:99999"},
+            {"scored_tokens": {"toy:peft:99999": 1}},
+        ):
+            assert (
+                "asks for a context of 99999" in (await _estimate(world, 400, **too_long))["detail"]
+            )
         await _estimate(world, 400, training_tokens=-1)
         await _estimate(world, 400, rank=0)
         await _estimate(world, 404, run_id="other:train:0")
