@@ -232,6 +232,11 @@ def turns(*said: tuple[str, str]) -> list[dict[str, str]]:
     [
         (load_conversations, {"messages": [ASKED, CALL]}, "'messages[1].tool_calls' would be left"),
         (
+            load_conversations,
+            {"messages": [ASKED, {**SAID, "weight": 0}, ASKED, {**SAID, "weight": 1}]},
+            "'messages[1].weight' 0 would be ignored",
+        ),
+        (
             load_prompts,
             {"messages": [ASKED, CALL, ASKED]},
             "'messages[1].tool_calls' would be left",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tinkex.errors import InvalidInputError
+from tinkex.recipes import sft
+from tinkex.recipes.data import load_conversations
 from tinkex.recipes.render import Renderer
 
 CHAT = [
@@ -51,6 +55,16 @@ def test_only_the_assistants_words_and_its_end_mark_are_learned(tokenizer):
     renderer = Renderer(tokenizer)
     assert learned(renderer, renderer.example(CHAT)) == "Hi!<|im_end|>See you.<|im_end|>"
     assert learned(renderer, renderer.example(CHAT, learn="last")) == "See you.<|im_end|>"
+
+
+def test_what_a_prompt_holds_is_context_whoever_speaks(tokenizer, tmp_path):
+    """As in TRL: of `prompt` and `completion` the completion alone is learned."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"prompt": CHAT[:3], "completion": CHAT[3]["content"]}) + "\n")
+    (row,) = load_conversations(file).rows
+    config = sft.SftConfig(data=str(file), log_dir=str(tmp_path))
+    renderer = Renderer(tokenizer)
+    assert learned(renderer, sft.render(row, renderer, config)) == "See you.<|im_end|>"
 
 
 def test_an_example_begins_with_the_very_tokens_of_its_prompt(tokenizer):

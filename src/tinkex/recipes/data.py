@@ -48,6 +48,8 @@ class Conversation:
     line: int
     messages: tuple[Message, ...] = ()
     """Ends with the assistant."""
+    num_prompt: int = 0
+    """The first messages that are a prompt: read, not learned, whoever speaks."""
     text: str = ""
     """Plain text instead of messages: learned as it is, without a chat template."""
 
@@ -134,7 +136,8 @@ def _conversation(line: int, row: Mapping[str, Any]) -> Conversation:
         )
     if messages[0]["role"] == "assistant":
         raise _wrong("begins with the assistant; there is nothing to answer")
-    return Conversation(line=line, messages=messages)
+    num_prompt = len(_prompt_messages(row["prompt"])) if form == PROMPT_AND_COMPLETION else 0
+    return Conversation(line=line, messages=messages, num_prompt=num_prompt)
 
 
 def _completed(row: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -208,10 +211,11 @@ def _with_system(row: Mapping[str, Any], turns: Sequence[Message]) -> tuple[Mess
     return messages
 
 
+PROMPT_AND_COMPLETION = ("prompt", "completion")
 CHAT_FORMS: Mapping[tuple[str, ...], Callable[[Mapping[str, Any]], tuple[Message, ...]]] = {
     ("messages",): lambda row: _messages(row["messages"], "messages"),
     ("conversations",): _sharegpt,
-    ("prompt", "completion"): _completed,
+    PROMPT_AND_COMPLETION: _completed,
     ("instruction", "output"): _alpaca,
 }
 """Fields of a row that is a conversation, and how it is read; the first that is there counts."""
@@ -293,6 +297,11 @@ def _messages(value: Any, name: str) -> tuple[Message, ...]:
             raise _wrong(
                 f"'{where}.tool_calls' would be left out: recipes train on text. Write the call "
                 "into 'content', as the model should say it"
+            )
+        if item.get("weight") not in (None, 1):
+            raise _wrong(
+                f"'{where}.weight' {_shown(item['weight'])} would be ignored: all turns of the "
+                "assistant are learned, or the last one alone (--learn last). Leave it out"
             )
         content = _text(_joined(item.get("content")), f"{where}.content")
         messages.append({"role": item["role"], "content": content})

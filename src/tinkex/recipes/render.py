@@ -64,8 +64,13 @@ class Renderer:
         messages: Sequence[Message],
         learn: Literal["last", "all"] = "all",
         max_length: int | None = None,
+        *,
+        num_prompt: int = 0,
     ) -> Rendered:
         """A whole conversation. `learn`: all of the assistant's turns, or only the last.
+
+        Args:
+            num_prompt: The first messages that are read and not learned, whoever speaks.
 
         Raises:
             InvalidInputError: It has more than `max_length` tokens, or the template does not fit.
@@ -85,7 +90,8 @@ class Renderer:
             # Encoded apart: a token across the border could never be sampled.
             read, spoken = self._chat.encode(prompt[len(done) :]), self._chat.encode(answer)
             tokens += read + spoken
-            learned = 1.0 if learn == "all" or index == last else 0.0
+            is_asked = learn == "all" and index >= num_prompt
+            learned = 1.0 if is_asked or index == last else 0.0
             weights += [0.0] * len(read) + [learned] * len(spoken)
             done = prompt + answer
         if max_length is not None and len(tokens) > max_length:

@@ -127,7 +127,9 @@ def train(
 def render(row: Conversation, renderer: Renderer, config: SftConfig) -> Rendered:
     if row.text:
         return renderer.plain(row.text, config.max_length)
-    return renderer.example(row.messages, learn=config.learn, max_length=config.max_length)
+    return renderer.example(
+        row.messages, config.learn, config.max_length, num_prompt=row.num_prompt
+    )
 
 
 def groups_of(examples: Sequence[Rendered], config: SftConfig) -> list[list[Rendered]]:
