@@ -110,6 +110,8 @@ def test_our_own_forms_get_texts_and_rows_whatever_the_prompts_are():
         (max, "max does not say which parameters it has"),
         ([], "empty list of rewards"),
         ([(len, float("nan"))], "weight of a reward must be a finite number"),
+        ([(lambda completion: 1.0, "0.2")], "weight of a reward must be a finite number.*'0.2'"),
+        ([(lambda completion: 1.0, 1, 2)], "with a weight is .function, weight., got"),
         ([(Episode, 1.0)], "Episode is a class"),
     ],
 )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import numbers
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -80,7 +81,8 @@ class RewardFunction:
                 f"{function.__name__} is a class; several rewards with weights are functions. "
                 "An environment stands alone, and adds its rewards up itself."
             )
-        if isinstance(weight, bool) or not math.isfinite(weight):
+        is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+        if not is_number or not math.isfinite(weight):
             raise ConfigError(f"The weight of a reward must be a finite number, got {weight!r}.")
         self.function, self.weight = function, float(weight)
         inner = getattr(function, "func", function)  # of a functools.partial
@@ -211,6 +213,9 @@ def as_rewards(rewards: Rewards) -> list[RewardFunction]:
     given = list(rewards) if isinstance(rewards, Sequence) else [rewards]
     if not given:
         raise ConfigError("An empty list of rewards: nothing would be learned.")
+    for one in given:
+        if isinstance(one, tuple) and len(one) != 2:
+            raise ConfigError(f"A reward with a weight is (function, weight), got {one!r}.")
     functions = [
         RewardFunction(*one) if isinstance(one, tuple) else RewardFunction(one) for one in given
     ]
