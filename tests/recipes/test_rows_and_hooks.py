@@ -96,6 +96,18 @@ def test_patience_is_content_with_a_file_to_evaluate_on(config):
         replace(config, eval_share=0, patience=2)
 
 
+def test_a_reward_of_zero_to_stop_at_needs_held_out_prompts(tmp_path):
+    with pytest.raises(ConfigError, match="look at held-out prompts"):
+        rl.RlConfig(log_dir=str(tmp_path), eval_share=0, stop_at_reward=0.0)
+
+
+def test_patience_without_a_row_to_hold_out_says_that_it_has_no_effect(service, config):
+    """A tenth of eight rows is none: the run went on as if nobody had asked."""
+    notes = []
+    sft.train(replace(config, patience=1), service, quiet, notes.append)
+    assert any(note.startswith("Too few rows to hold one out: patience") for note in notes)
+
+
 # ------------------------------------------------------------------------------ packing
 
 

@@ -68,6 +68,11 @@ class Watch:
         after = self.best.step if self.best else 0
         self._waited = sum(record["step"] > after for record in values)
 
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether a checkpoint or the end of the run depends on evaluations."""
+        return self._keep or self._stop_at is not None
+
     def see(self, save: SaveStep, step: int, metrics: Mapping[str, float]) -> bool:
         """Note an evaluation after `step` steps. True: the run should end here."""
         value = metrics[self._metric]

@@ -264,6 +264,11 @@ class Run:
             watch: Sees every evaluation, and may end the run there.
         """
         self._watch = watch
+        if evaluate is None and watch is not None and watch.is_asked_for:
+            self._hooks.on_note(
+                "Too few rows to hold one out: patience, keep_best and stop_at_reward have no "
+                "effect. Raise eval_share, or name a file by eval_data."
+            )
         if watch is not None and watch.has_stopped(self.start):
             num_steps = self.start
         self.num_steps = num_steps

@@ -71,6 +71,7 @@ class RlConfig(RunOptions):
     max_turns: int = 16
     """Most answers of one episode, with an environment."""
     temperature: float = 1.0
+    """Of the samples, above 0; 1 is the model's own distribution."""
     loss_fn: Literal["importance_sampling", "ppo", "cispo"] = "importance_sampling"
     updates_per_step: int = 1
     """Optimizer steps per batch of samples; each takes its part of the prompts."""
@@ -105,7 +106,8 @@ class RlConfig(RunOptions):
                 "an answer is judged against the others of its group."
             )
         check_not_negative(self, "kl_coef", "max_policy_kl")
-        if not self.is_evaluated and (self.patience or self.keep_best or self.stop_at_reward):
+        stops_at = self.stop_at_reward is not None
+        if not self.is_evaluated and (self.patience or self.keep_best or stops_at):
             raise ConfigError(
                 "patience, keep_best and stop_at_reward look at held-out prompts: "
                 "eval_share must be above 0, or eval_data name a file."
