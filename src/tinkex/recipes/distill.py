@@ -57,6 +57,7 @@ class DistillConfig(RunOptions):
     samples_per_prompt: int = 2
     max_tokens: int = 64
     temperature: float = 1.0
+    """Of the samples, above 0; 1 is the model's own distribution."""
     eval_every: int = 10
     save_every: int = 20
 

@@ -47,6 +47,7 @@ class DpoConfig(RunOptions):
     beta: float = 0.1
     """How closely to stay to the reference model; larger is closer."""
     max_length: int = 1024
+    """Longest prompt with its answer, in tokens; longer pairs are reported and left out."""
 
     AUTO_SHARE: ClassVar[float] = 0.5
 
