@@ -180,6 +180,27 @@ def test_only_a_run_that_train_began_is_resumed_and_a_near_name_is_told(cli, dat
     assert (ran.code, "does not say how its run was started" in ran.err) == (1, True)
 
 
+def test_a_resumed_run_goes_on_from_what_its_names_meant_when_it_began(cli, data, monkeypatch):
+    """`--from orders` is another checkpoint since `orders` was trained on; it was refused."""
+    from tinkex.runs.run_log import RunLog
+
+    assert cli("train", "sft", data, *SFT, "--name", "orders").code == 0
+    real = RunLog.metrics
+
+    def press(self, step, values):
+        real(self, step, values)
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "metrics", press)
+        ran = cli("train", "sft", data, "--batch-size", "4", "--from", "orders", "--name", "more")
+    assert ran.code == 130, ran.err
+    assert cli("train", "sft", data, *SFT, "--name", "orders", "--epochs", "3").code == 0
+    resumed = cli("train", "resume", "more", "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.json["steps"] > 1
+
+
 def test_train_dpo(cli, tmp_path):
     rows = [{"prompt": f"Q{i}", "chosen": "yes sir", "rejected": "no way"} for i in range(4)]
     path = tmp_path / "pairs.jsonl"

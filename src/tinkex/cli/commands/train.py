@@ -382,10 +382,20 @@ def resume(ctx: click.Context, state: State, run: str) -> None:
         )
     # Files that the command names are where they were from there.
     with contextlib.chdir(started["cwd"]):
-        log_dir = str(read_record(folder / "config.json").get("log_dir", ""))
+        settings = read_record(folder / "config.json")
+        log_dir = str(settings.get("log_dir", ""))
         if Path(log_dir).resolve() != folder:
             log_dir = str(folder)  # the folder was moved
-        ctx.invoke(command, **{**started["params"], "log_dir": log_dir, "name": None})
+        params = {**started["params"], "log_dir": log_dir, "name": None}
+        # A run that was trained on since then has another checkpoint now than when it was named.
+        for param, setting in _NAMES.items():
+            if params.get(param) is not None:
+                params[param] = settings.get(setting, params[param])
+        ctx.invoke(command, **params)
+
+
+_NAMES = {"start": "model", "teacher": "teacher", "kl_to": "kl_to"}
+"""Options that take the name of a run, and the settings that hold the checkpoint it meant."""
 
 
 def _settings(
