@@ -108,6 +108,16 @@ def test_patience_without_a_row_to_hold_out_says_that_it_has_no_effect(service, 
     assert any(note.startswith("Too few rows to hold one out: patience") for note in notes)
 
 
+def test_a_run_that_was_stopped_in_its_last_step_may_be_best_there(service, config, tmp_path):
+    """Its last evaluation was drawn, and never compared with the best."""
+    settings = {"learning_rate": 0.02, "eval_share": 0.25, "keep_best": True}
+    whole = sft.train(replace(config, **settings), service, quiet, quiet)
+    stopped = replace(config, log_dir=str(tmp_path / "stopped"), **settings)
+    sft.train(stopped, service, lambda step, num_steps, metrics: step < num_steps - 1, quiet)
+    ended = sft.train(stopped, service, quiet, quiet)
+    assert (ended.best_step, ended.step) == (whole.best_step, whole.step) == (3, 3)
+
+
 # ------------------------------------------------------------------------------ packing
 
 

@@ -279,7 +279,8 @@ class Run:
             evaluated = self._evaluated(evaluate, num_steps)
             self.log.metrics(num_steps, evaluated)
             self._metrics |= evaluated
-            if watch is not None and self.start < num_steps:
+            # Also for a run that was stopped in its last step; not for weights beyond num_steps.
+            if watch is not None and self.start <= num_steps and not watch.has_stopped(num_steps):
                 watch.see(self.save, num_steps, evaluated)
 
     def _steps(self, stop: StopRequest, evaluate: Evaluate | None) -> Iterator[int]:
