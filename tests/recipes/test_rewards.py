@@ -173,5 +173,7 @@ def test_a_reward_that_does_not_apply_counts_for_nothing():
     turns = judged([math_only, (other, 2)], ROWS, ["2", "4"])
     assert [turn.reward for turn in turns] == [1.0, 0.5]
     assert [dict(turn.parts) for turn in turns] == [{"math_only": 1.0}, {"other": 0.25}]
-    with pytest.raises(InvalidInputError, match=re.escape("prompt 7 with the answer '4'")):
+    with pytest.raises(
+        InvalidInputError, match=re.escape("prompt 7 with the answer '4': a reward must be a f")
+    ):
         judged(math_only, ROWS, ["2", "4"])

@@ -293,8 +293,8 @@ def finite(value: Any, answer: JudgedAnswer) -> float:
         InvalidInputError: It is none, or not finite.
     """
     try:
-        number = float(value)
-        if math.isfinite(number):
+        number = None if value is None else float(value)
+        if number is not None and math.isfinite(number):
             return number
         reason = f"a reward must be a finite number, got {number}"
     except (TypeError, ValueError) as exc:
