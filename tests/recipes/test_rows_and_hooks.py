@@ -116,6 +116,7 @@ def test_a_run_that_was_stopped_in_its_last_step_may_be_best_there(service, conf
     sft.train(stopped, service, lambda step, num_steps, metrics: step < num_steps - 1, quiet)
     ended = sft.train(stopped, service, quiet, quiet)
     assert (ended.best_step, ended.step) == (whole.best_step, whole.step) == (3, 3)
+    assert ended.metrics["loss"] == whole.metrics["loss"], "of the step before"
 
 
 # ------------------------------------------------------------------------------ packing

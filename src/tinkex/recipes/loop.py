@@ -195,7 +195,7 @@ class Run:
         self._watch: Watch | None = None
         self._policy: tuple[int, SamplingClient] | None = None
         self._began = 0.0
-        self._metrics: dict[str, float] = {}
+        self._metrics = _last_metrics(log)
         self._done = self.start
         self._is_told_to_stop = False
         self.num_steps = self.start
@@ -362,6 +362,13 @@ class Run:
             self.log.ended(asdict(result))
             plot(self.log, *picture)
         return result
+
+
+def _last_metrics(log: RunLog) -> dict[str, float]:
+    """The metrics of the step before the one that a run goes on from."""
+    records = log.read_metrics()
+    last = records[-1] if records else {}
+    return {name: value for name, value in last.items() if name not in ("step", "time")}
 
 
 def split(
