@@ -27,7 +27,7 @@ def wish_to_retry(headers: Mapping[str, str]) -> bool | None:
 
 
 def is_retryable(category: str | None, status: int | None = None) -> bool:
-    """Whether the same request may succeed later: the one table, asked by all that tries again.
+    """Whether the same request may succeed later; all retries follow this one rule.
 
     408, 409 and 429 pass by themselves, whoever is said to be at fault. Otherwise a user's mistake
     never passes; a 5xx does, and so does a failure without a status (the request ran and broke on

@@ -86,7 +86,7 @@ class Checkpoint(Response):
     user_metadata: Texts | None = None
     expires_at: datetime | None = None
     base_model: str | None = None
-    """Told since SDK 0.39."""
+    """The base model that it was trained on. Sent since SDK 0.39."""
 
 
 class ParsedCheckpointTinkerPath(Response):
@@ -182,10 +182,10 @@ class TrainingRun(Response):
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: Texts | None = None
     name: str | None = None
-    """Given to it, or to its session. This and what follows only Tinkex servers say."""
+    """Its name, or that of its session. This and all further fields only Tinkex servers send."""
     note: str | None = None
     tags: list[str] | None = None
-    """Given to it, or to its session."""
+    """Its tags, or those of its session."""
     project_id: str | None = None
     made_from: str | None = None
     """The path of the checkpoint that it began as."""
@@ -198,21 +198,21 @@ class TrainingRun(Response):
     num_steps: int | None = None
     """Steps as its recipe counts them; of a program of one's own, optimizer steps."""
     loss: float | None = None
-    """Of the last step, a token."""
+    """Loss per token of the last step."""
     reward: float | None = None
     """The last value that the program logged under this name; for RL it says more than the loss."""
     kl: float | None = None
-    """The same; for distillation it says more than the loss."""
+    """The last value logged under this name; for distillation it says more than the loss."""
     step_seconds: Metrics | None = None
     """Where the time of a step went, on average over the last 32: `compute`, `wait`, `reduce`
     (adding the gradients of several workers) and `transfer` (bringing them together)."""
     workers: Listing[RunWorker] | None = None
-    """Those that have it in memory."""
+    """The workers that have the run in memory."""
     settings: dict[str, Any] | None = None
     """What its program was started with, as it says with `log_settings`."""
     segments: Listing[RunSegment] | None = None
-    """Of a run that was resumed, the first one first. This, `settings`, `workers` and
-    `step_seconds` are said of one run, not in lists."""
+    """The parts of a run that was resumed, in their order. This, `settings`, `workers` and
+    `step_seconds` are sent when one run is asked for, not in lists."""
 
 
 class TrainingRunsResponse(Response):

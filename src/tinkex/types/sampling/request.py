@@ -22,8 +22,8 @@ class SamplingParams(Request):
     """How tokens are drawn.
 
     `stop` is a string, or a list of strings, of token ids, or of both. None means the model's own
-    end tokens; an empty list means that nothing but `max_tokens` ends a sequence. What the others
-    mean, and their ranges, `contract.sampling` declares.
+    end tokens; an empty list means that nothing but `max_tokens` ends a sequence. Meanings and
+    ranges of the others are in docs/sampling.md.
     """
 
     max_tokens: sampling.MaxTokens | None = _DRAW.max_tokens

@@ -22,9 +22,9 @@ class SupportedModel(Response):
     trainable: bool | None = None
     sampleable: bool | None = None
     note: str | None = None
-    """What one should know about the weights."""
+    """A remark about the weights, for people."""
     stands_in: bool | None = None
-    """They are other weights than those the name means, which could not be had."""
+    """Whether other weights stand in for those of this name, which could not be fetched."""
 
 
 class GetServerCapabilitiesResponse(Response):

@@ -67,7 +67,7 @@ class SaveWeightsForSamplerRequest(Request):
     path: Path | None = None
     sampling_session_seq_id: Number | None = None
     kind: SamplingClientKind | None = None
-    """Of an unnamed save; None is `snapshot`."""
+    """`snapshot` or `inflight`, for weights without a name; None is `snapshot`."""
     seq_id: SeqId | None = None
     ttl_seconds: TtlSeconds | None = None
     user_metadata: Metadata | None = None
