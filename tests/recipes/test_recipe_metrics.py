@@ -120,6 +120,24 @@ def test_rl_reports_how_far_the_policy_moved_from_its_samples(service, tmp_path)
         assert record["tokens_per_reward"] == pytest.approx(spent)
 
 
+def test_a_pass_of_average_answers_is_left_out_of_an_accumulated_step(service, tmp_path, caplog):
+    """It was sent, and the log said that the whole batch had no signal."""
+
+    def reward(completions, **kwargs):  # one group with a signal, one answer of it average
+        return [0.0, 1.0, 2.0] + [5.0] * (len(completions) - 3)
+
+    norms = []
+    for name, size in (("one", {"prompts_per_step": 3}), ("three", {"accumulate": 3})):
+        settings = {"prompts_per_step": 1, "group_size": 3, "max_tokens": 4, **size}
+        config = rl.RlConfig(
+            log_dir=str(tmp_path / name), rank=4, steps=1, eval_share=0, **settings
+        )
+        prompts = [{"prompt": f"Count to {i}"} for i in range(3)]
+        norms.append(rl.train(config, service, reward, prompts, quiet, quiet).metrics["grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert "Every advantage of this batch is zero" not in caplog.text
+
+
 def test_a_tie_counts_half_in_dpo_accuracy():
     """M9: margins of 3e-6, all of them rounding, were an accuracy of 1."""
     assert dpo.accuracy(torch.tensor([3e-6, 1e-5, -2e-6])) == 0.5

@@ -23,6 +23,7 @@ from tinkex import (
     ServiceClient,
     TrainingClient,
 )
+from tinkex.client.validation import has_signal
 from tinkex.contract.routing import NAME as ROUTED_EXPERTS
 from tinkex.contract.routing import NOT_RECORDED
 from tinkex.errors import ConfigError
@@ -229,6 +230,8 @@ def update(
         if not part:  # All answers equally good: there is nothing to learn from.
             continue
         slices = parts_of(part, config.accumulate)
+        # A pass whose answers are all as good as their group adds nothing to the step.
+        slices = [one for one in slices if has_signal(one)] or slices
         passes = [run.training.forward_backward(one, config.loss_fn) for one in slices]
         optim_step = run.training.optim_step(run.optimizer(step))
         results = [one.result() for one in passes]
