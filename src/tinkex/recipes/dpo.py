@@ -42,7 +42,7 @@ class DpoConfig(RunOptions):
     """Rows with `prompt`, `chosen` and `rejected`."""
     learning_rate: float | Literal["auto"] = 5e-4
     batch_size: int = 4
-    """Pairs per step."""
+    """Pairs of a batch; a step takes `accumulate` of them."""
     epochs: float = 2.0
     beta: float = 0.1
     """How closely to stay to the reference model; larger is closer."""

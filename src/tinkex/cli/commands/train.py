@@ -129,7 +129,7 @@ _COMMON: tuple[tuple[str, Any, str], ...] = (
     ("--seed", int, "Seed of weights, order and samples."),
 )
 _LENGTH: tuple[tuple[str, Any, str], ...] = (
-    ("--batch-size", int, "Rows per step."),
+    ("--batch-size", int, "Rows of a batch; a step takes --accumulate of them."),
     ("--epochs", float, "Passes over the data."),
     ("--max-length", int, "Longest row in tokens; longer ones are reported and left out."),
 )
@@ -199,7 +199,7 @@ def dpo(state: State, /, data: str, **options: Any) -> None:
 @_options(
     "rl:RlConfig",
     ("--steps", int, "Training steps."),
-    ("--prompts-per-step", int, "Prompts per step."),
+    ("--prompts-per-step", int, "Prompts per step, times --accumulate."),
     ("--group-size", int, "Answers per prompt."),
     ("--max-tokens", int, "Longest answer."),
     ("--max-turns", int, "Most answers of an episode, with an environment."),
@@ -265,7 +265,7 @@ def rl(
 @_options(
     "distill:DistillConfig",
     ("--steps", int, "Training steps."),
-    ("--prompts-per-step", int, "Prompts per step."),
+    ("--prompts-per-step", int, "Prompts per step, times --accumulate."),
     ("--samples-per-prompt", int, "Answers per prompt."),
     ("--max-tokens", int, "Longest answer."),
     ("--temperature", float, "Sampling temperature."),
