@@ -159,6 +159,7 @@ def test_a_warmup_rises_to_the_peak_and_the_schedule_follows():
         ({"weight_decay": math.inf}, "weight_decay must be at least 0"),
         ({"accumulate": 0}, "accumulate must be above 0"),
         ({"learning_rate": 0}, "learning_rate must be above 0"),
+        ({"epochs": math.inf}, "epochs must be above 0 and finite, got inf"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused(tmp_path, changes, message):

@@ -67,8 +67,9 @@ def fixed_length(config: RunOptions) -> bool:
 
 def check_positive(config: Any, *names: str) -> None:
     for name in names:
-        if not getattr(config, name) > 0:
-            raise ConfigError(f"{name} must be above 0, got {getattr(config, name)}.")
+        value = getattr(config, name)
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be above 0 and finite, got {value}.")
 
 
 def check_not_negative(config: Any, *names: str) -> None:
