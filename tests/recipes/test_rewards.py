@@ -107,6 +107,10 @@ def test_our_own_forms_get_texts_and_rows_whatever_the_prompts_are():
         (lambda row, completed: 0, "no parameter for the answer"),
         (lambda: 0, "no parameter for the answer"),
         (lambda a, b, c: 0, "no parameter for the answer"),
+        (
+            lambda text, answer: 0,
+            "would get the answer and the whole row, but 'answer' is a column",
+        ),
         (max, "max does not say which parameters it has"),
         ([], "empty list of rewards"),
         ([(len, float("nan"))], "weight of a reward must be a finite number"),

@@ -106,6 +106,7 @@ class RewardFunction:
             ConfigError: It names the parameter, and what there is.
         """
         if not self._is_by_name:
+            self._check_second(columns)
             return
         known = _ALL if self.is_batched else _ONE
         for name, parameter in self._parameters.items():
@@ -147,6 +148,16 @@ class RewardFunction:
                 f"`completion` to judge one answer (with it: {', '.join(_ONE[1:])}), or "
                 f"`completions` to judge all of a step (with it: {', '.join(_ALL[1:])}); columns "
                 "of the rows can be had by their names."
+            )
+
+    def _check_second(self, columns: Collection[str]) -> None:
+        """Refuse (text, answer) where the rows have an `answer`: it would be the whole row."""
+        names = list(self._parameters)
+        if len(names) > 1 and names[1] != "row" and names[1] in columns:
+            raise ConfigError(
+                f"{self.name}({', '.join(names)}) would get the answer and the whole row, but "
+                f"'{names[1]}' is a column of the rows. Call the first parameter `completion` to "
+                "get columns by their names, or the second `row`."
             )
 
     def _arguments(self, columns: Sequence[str], known: Mapping[str, Any], read: Any) -> Any:
