@@ -132,6 +132,12 @@ def test_a_wrong_parameter_is_refused_before_a_run_is_made(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_rewards_by_a_field_that_no_prompt_has_are_refused(tmp_path):
+    config = rl.RlConfig(log_dir=str(tmp_path / "run"), reward_by="kind")
+    with pytest.raises(ConfigError, match="no prompt has a field 'kind'; they have answer, prompt"):
+        rl.train(config, None, lambda completion: 1.0, ROWS)
+
+
 def test_weighted_rewards_add_up_and_are_told_by_name():
     def length(completions, **kwargs):
         return [len(completion) for completion in completions]

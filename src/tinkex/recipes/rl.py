@@ -133,7 +133,13 @@ def train(
     """
     rows = Rows.of(config, load_prompts, prompts)
     task = as_task(reward, max_turns=config.max_turns)
-    task.check({name for row in rows.all for name in row.row})
+    columns = {name for row in rows.all for name in row.row}
+    task.check(columns)
+    if config.reward_by and config.reward_by not in columns:
+        raise ConfigError(
+            f"reward_by: no prompt has a field '{config.reward_by}'; they have "
+            f"{', '.join(sorted(columns)) or 'none'}."
+        )
     hooks = Hooks.of(on_step, on_note, on_eval, on_save)
     may_change = [] if fixed_length(config) else ["steps"]
     run = begin(service, config, hooks, may_change=may_change, rewards=task.name)
