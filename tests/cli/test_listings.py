@@ -184,6 +184,23 @@ def test_a_checkpoint_has_a_name_until_it_is_taken_back(cli, saved):
     assert cli("checkpoint", "unname", "pirate").code == 1
 
 
+def test_a_checkpoint_is_deleted_by_its_name_and_a_run_by_its_own_option(cli, saved):
+    assert cli("checkpoint", "name", saved.sampler_path, "pirate").code == 0
+    assert cli("checkpoint", "delete", "pirate", "-y").out == "Deleted 1 checkpoint(s)\n"
+    refused = cli("checkpoint", "delete", saved.run_id, "-y")
+    assert refused.code == 1
+    assert f"--run-id {saved.run_id}" in refused.err
+    left = cli("checkpoint", "list", "--run-id", saved.run_id, "--json").json["checkpoints"]
+    assert [c["tinker_path"] for c in left] == [saved.state_path]
+
+
+def test_a_run_of_a_misspelt_name_is_told_with_near_names(cli, saved):
+    assert cli("run", "rename", saved.run_id, "near-one").code == 0
+    for command in (("info",), ("stop",), ("trace",)):
+        missed = cli("run", *command, "naer-one")
+        assert (missed.code, "Did you mean 'near-one'?" in missed.err) == (1, True), missed.err
+
+
 def test_a_run_is_shown_under_its_own_name(cli, saved):
     """Rich reads `:train:` in a title as the name of a picture."""
     assert f"Training run {saved.run_id}" in cli("run", "info", saved.run_id).out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
@@ -60,6 +61,19 @@ def test_a_path_is_never_folded_on_a_narrow_terminal(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert path in out
     assert max(map(len, out.splitlines())) < 200  # Styles count, too.
+
+
+def test_properties_have_a_line_each_on_a_narrow_terminal(monkeypatch, capsys):
+    """Blanks behind a short value were a second, empty line of a terminal of 80 columns."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    path = "tinker://" + "x" * 90
+    print_table(Table(columns=("Property", "Value"), rows=[("Steps", 18), ("Sampler", path)]))
+    lines = capsys.readouterr().out.splitlines()
+    plain_lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
+    assert [line for line in plain_lines if len(line) > 80] == [f" Sampler    {path}"]
+    assert [line for line in plain_lines if line != line.rstrip()] == []
 
 
 def test_a_listing_without_rows_and_columns_still_says_so(capsys):

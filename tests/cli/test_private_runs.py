@@ -15,6 +15,7 @@ from tinkex.cli.names import resolve, resolve_start
 from tinkex.cli.state import State
 from tinkex.client.session import embedded_server, holder
 from tinkex.contract.models import DEFAULT_MODEL
+from tinkex.errors import LocalServerError
 from tinkex.wire.local_servers import read_record
 
 pytestmark = pytest.mark.usefixtures("default_model_dir")
@@ -63,6 +64,56 @@ def test_a_deleted_run_is_gone_and_its_name_is_free(cli, machine, data):
     assert cli("run", "list", "--json").json["runs"] == []
     again = cli("run", "delete", "own", "--yes")
     assert (again.code, "No training run 'own'" in again.err) == (1, True), again.err
+
+
+def test_a_renamed_run_goes_by_its_new_name_where_its_folder_is_meant(cli, machine, data):
+    assert cli("train", "sft", data, *SFT, "--name", "own").code == 0
+    assert cli("run", "rename", "own", "caps").code == 0
+    resumed = cli("train", "resume", "caps")
+    assert (resumed.code, "finished run of 2 steps" in resumed.err) == (0, True), resumed.err
+    shown = cli("run", "rollouts", "caps", "--json")
+    assert shown.code == 1
+    assert "runs/own kept no answers" in shown.out.replace(str(data.parent) + "/", "")
+    for name in ("caps", "own"):
+        traced = cli("run", "trace", name, "-o", str(data.parent / f"{name}.trace"))
+        assert traced.code == 0, traced.err
+    deleted = cli("run", "delete", "caps", "--yes")
+    assert "runs/own" in deleted.err, "the log folder stays"
+    again = cli("train", "sft", data, *SFT, "--name", "own", "--log-dir", "elsewhere")
+    assert again.code == 0, again.err
+
+
+def test_a_run_that_ends_with_an_error_says_how_far_it_is_saved(cli, machine, data):
+    code = "asked = 0\n\ndef reward(completion):\n    global asked\n    asked += 1\n"
+    code += "    if asked > 4:\n        raise ValueError('enough')\n    return float(asked % 2)\n"
+    (data.parent / "reward.py").write_text(
+        code + "\ndef prompts():\n    return [{'prompt': 'Hi'}] * 2\n"
+    )
+    flags = ("--steps", "9", "--prompts-per-step", "1", "--group-size", "2", "--max-tokens", "2")
+    few = ("--rank", "2", "--save-every", "1", "--eval-share", "0", "--name", "short")
+    ended = cli("train", "rl", "reward.py:reward", *flags, *few)
+    assert ended.code == 1
+    assert "The first 2 steps are saved.\nResume with: tinkex train resume short" in ended.err
+    refused = cli("train", "rl", "reward.py:reward", *flags, *few, "--seed", "3")
+    assert "are saved" not in refused.err, "it was refused before a step"
+
+
+def test_a_server_that_was_just_starting_with_the_folder_is_joined(
+    cli, machine, data, start_server, monkeypatch
+):
+    """It says where it listens once it answers; a private one that starts meanwhile cannot."""
+    folder, serving = machine / "local-toy", machine / "serving"
+    folder.mkdir()
+    with start_server(folder, "--engine", "toy", env={"TINKEX_HOME": str(machine)}) as base_url:
+        serving.rename(machine / "not-yet")
+
+        def refused(*_):
+            (machine / "not-yet").rename(serving)
+            raise LocalServerError("Another server uses the data folder")
+
+        monkeypatch.setattr(embedded_server._PrivateServer, "start", refused)
+        with ServiceClient(base_url="local") as service:
+            assert service.get_console_url().startswith(f"{base_url}/console")
 
 
 def test_what_was_trained_privately_is_adopted_by_a_server_with_keys(

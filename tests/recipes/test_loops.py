@@ -109,8 +109,10 @@ def test_a_finished_run_whose_checkpoint_is_gone_says_so(service, sft_config):
     done = sft.train(sft_config, service, quiet, quiet)
     rest = service.create_rest_client()
     rest.delete_checkpoint_from_tinker_path(done.sampler_path).result()
-    with pytest.raises(ConfigError, match="start over in another log folder"):
+    with pytest.raises(ConfigError, match="start over in another log folder") as refused:
         sft.train(sft_config, service, quiet, quiet)
+    assert done.sampler_path in str(refused.value)
+    assert "Error code" not in str(refused.value)
 
 
 def test_other_settings_in_the_same_folder_are_refused(service, sft_config):
@@ -323,6 +325,17 @@ def test_a_resumed_recipe_is_one_run_on_the_server(service, sft_config, toy_serv
     assert run.continues.step == 4
     page = httpx.get(f"{toy_server}/console/api/runs/{run.training_run_id}").json()
     assert page["curves"]["loss"]["steps"][-2:] == [4, 5]
+
+
+def test_a_resumed_run_keeps_the_name_that_its_user_gave_it(service, sft_config):
+    """It took the name of its folder again, and the commands that named it missed it."""
+    stopped = sft.train(sft_config, service, lambda step, *others: step < 3, quiet)
+    rest = service.create_rest_client()
+    run_id = rest.get_training_run_by_tinker_path(stopped.state_path).result().training_run_id
+    rest.describe_run(run_id, name="caps", note="mine").result()
+    result = sft.train(sft_config, service, quiet, quiet)
+    run = rest.get_training_run_by_tinker_path(result.state_path).result()
+    assert (run.name, run.note) == ("caps", "mine")
 
 
 def test_a_server_that_draws_nothing_does_not_stop_a_run():

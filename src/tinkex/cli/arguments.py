@@ -21,16 +21,6 @@ def paging_options(command: F) -> F:
     return click.option("--limit", default=20, help=text, **number)(command)
 
 
-def check_tinker_path(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Refuse paths that are not tinker:// ones (a click callback)."""
-    for path in value if isinstance(value, tuple) else (value,):
-        if path is not None and not path.startswith("tinker://"):
-            raise click.BadParameter(
-                f"'{path}' is not a checkpoint; one looks like tinker://RUN/weights/NAME."
-            )
-    return value
-
-
 run_or_path_argument = click.argument("path", shell_complete=complete_model)
 
 

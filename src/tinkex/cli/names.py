@@ -76,10 +76,10 @@ def go_to(state: State, run: NamedRun) -> None:
 
     is_named = state.base_url is not None
     state.go_to(run)
-    path = run.state_path or run.sampler_path
-    if is_named or not path or run.server == "local" or not is_loopback(run.server):
+    run_id = _id_of(run)
+    if is_named or not run_id or run.server == "local" or not is_loopback(run.server):
         return
-    route = _run_route(TinkerPath.parse(path).run_id)
+    route = _run_route(run_id)
     if _get_if_there(run.server, route) is not None:
         return
     for server in servers_here():
@@ -117,10 +117,27 @@ def run_of(state: State, text: str) -> str:
         text = TinkerPath.parse(text).run_id
     elif (run := find(text)) is not None:
         go_to(state, run)
-        path = run.state_path or run.sampler_path
-        return TinkerPath.parse(path).run_id if path else text
+        return _id_of(run) or text
     _go_where_found(state, _run_route(text))
     return text
+
+
+def run_here(state: State, text: str) -> NamedRun | None:
+    """The run of this machine that a name, an id, a folder or a path means; None where none is.
+
+    A name that no folder has may have been given later, by `tinkex run rename` or in the console:
+    it is asked of the servers of this machine.
+    """
+    if (run := find(text)) is not None:
+        return run
+    run_id = TinkerPath.parse(text).run_id if is_tinker_path(text) else text
+    for server in _servers(state):
+        answer = _get_here(server, _run_route(run_id), is_first=False)
+        if _is_found(answer):
+            told = answer.json()
+            ids = {told["training_run_id"], *(one["run_id"] for one in told.get("segments") or ())}
+            return next((run for run in known() if _id_of(run) in ids), None)
+    return None
 
 
 def servers_here() -> list[str]:
@@ -182,6 +199,12 @@ def _asked(state: State, text: str) -> str:
         raise ModelNotFoundError(f"{refusal}{near_runs(text)}")
     state.base_url = offering[0]
     return text
+
+
+def _id_of(run: NamedRun) -> str:
+    """The id of the segment that a run's last checkpoint is of; empty before the first one."""
+    path = run.state_path or run.sampler_path
+    return TinkerPath.parse(path).run_id if path else ""
 
 
 def _run_route(run: str) -> str:

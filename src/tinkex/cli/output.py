@@ -16,6 +16,7 @@ from typing import Any
 MISSING = "N/A"
 _TO_COPY = re.compile(r"tinker://|[0-9a-f]{8}-[0-9a-f]{4}-")
 """Paths and ids are there to be copied: they are not folded."""
+_BLANK_END = re.compile(r"(?:\x1b\[[0-9;]*m| )+$")
 _NARROW = 30  # What a column of words should have before it is folded.
 _PIPE_WIDTH = 1000  # Nobody wraps lines in a pipe: a cut id is worse than a long line.
 _PROSE_WIDTH = 100
@@ -58,7 +59,8 @@ def print_table(table: Table) -> None:
     for row in rows:
         shown.add_row(*(Text(text, style=table.styles.get(text, "")) for text in row))
     console = Console(file=sys.stdout, highlight=False)
-    is_narrow = sys.stdout.isatty() and wide > console.width
+    terminal = console.width
+    is_narrow = sys.stdout.isatty() and wide > terminal
     # A path is there to be copied: on a narrow terminal the line runs over, the path stays whole.
     in_pipe = _PROSE_WIDTH if table.is_prose else _PIPE_WIDTH
     console.width = max(console.width, wide) if sys.stdout.isatty() else in_pipe
@@ -68,8 +70,23 @@ def print_table(table: Table) -> None:
     if is_narrow and to_copy and len(table.columns) > 2:
         for line in stacked(table.columns, rows, to_copy):
             console.print(Text(line), soft_wrap=True)
+    elif is_narrow:
+        with console.capture() as drawn:
+            console.print(shown)
+        # Blanks behind the text would be a line of their own each, and so would half a rule.
+        for line in drawn.get().rstrip().splitlines():
+            is_rule = line.startswith(" \u2500")
+            print(line[:terminal] if is_rule else _without_blank_end(line))
+        print()
     else:
         console.print(shown)
+
+
+def _without_blank_end(line: str) -> str:
+    end = _BLANK_END.search(line)
+    if end is None:
+        return line
+    return line[: end.start()] + ("\x1b[0m" if "\x1b" in end[0] else "")
 
 
 def stacked(

@@ -36,10 +36,13 @@ class Steps:
         self._headline = headline
         self._console = console
         self._printed_at = 0.0
+        self.is_under_way = False
+        """A step was made."""
         self._bar: Progress | None = None
         self._task: Any = None
 
     def __call__(self, step: int, num_steps: int, metrics: Mapping[str, float]) -> None:
+        self.is_under_way = True
         shown = [f"{label(n).lower()} {_short(metrics[n])}" for n in RESULTS if n in metrics]
         if "tokens_per_s" in metrics:
             shown.append(f"tokens/s {metrics['tokens_per_s']:.0f}")

@@ -99,7 +99,7 @@ def _open_training(
 
     A model that is a checkpoint (`tinker://...`) is trained on, with a fresh optimizer.
     """
-    name = log.folder.resolve().name.strip()[:200] or None  # as trackers call it
+    name = log.folder.resolve().name.strip()[:200] or None  # as trackers call it, at first
     if log.last is None and config.model.startswith("tinker://"):
         return service.create_training_client_from_state(config.model, name=name), 0
     if log.last is None:
@@ -109,17 +109,25 @@ def _open_training(
     step = log.last.step
     try:
         training = service.create_training_client_from_state_with_optimizer(
-            log.last.state_path, name=name, continues_at=step
+            log.last.state_path, continues_at=step
         ).result()
     except (APIStatusError, RequestFailedError) as exc:
-        raise _elsewhere(log.folder, exc) from exc
+        if _is_gone(exc):
+            raise _elsewhere(log.folder, log.last.state_path) from exc
+        raise
     return training, step
 
 
-def _elsewhere(folder: Path, exc: Exception) -> ConfigError:
+def _is_gone(exc: APIStatusError | RequestFailedError) -> bool:
+    """Whether a server has no such checkpoint; other refusals speak for themselves."""
+    return exc.status_code == 404 or "No checkpoint" in str(exc)
+
+
+def _elsewhere(folder: Path, path: str) -> ConfigError:
     return ConfigError(
-        f"{folder} holds a run whose checkpoint this server does not have ({exc}). Use the "
-        "server it ran on, or start over in another log folder (quickstart: --fresh)."
+        f"{folder} holds a run whose checkpoint {path} this server does not have: it was deleted, "
+        "or is on another server. Use the server it ran on, or start over in another log folder "
+        "(quickstart: --fresh)."
     )
 
 
@@ -149,7 +157,9 @@ def check_here(service: ServiceClient, folder: Path, path: str) -> None:
     try:
         service.create_rest_client().get_weights_info_by_tinker_path(path).result()
     except (APIStatusError, RequestFailedError) as exc:
-        raise _elsewhere(folder, exc) from exc
+        if _is_gone(exc):
+            raise _elsewhere(folder, path) from exc
+        raise
 
 
 def sampler_of(service: ServiceClient, model: str) -> SamplingClient:

@@ -21,7 +21,7 @@ _ADMIN = click.option("--admin", "as_admin", is_flag=True, help="Act as an admin
 
 
 def _figure(value: float) -> str:
-    return f"{value:,.6g}"
+    return f"{value:,.12g}"
 
 
 _BUDGETS = Listing(

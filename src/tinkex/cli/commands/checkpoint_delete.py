@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.arguments import check_tinker_path, read_iso_time
+from tinkex.cli.arguments import read_iso_time
 from tinkex.cli.completions import complete_checkpoint
 from tinkex.cli.messages import words
 from tinkex.cli.names import resolve_checkpoint, run_of
 from tinkex.cli.state import Leaf, State, pass_state
+from tinkex.types.account.checkpoints import is_tinker_path
 
 if TYPE_CHECKING:
     from tinkex import RestClient
@@ -37,7 +38,7 @@ _TYPES = {
 
 
 @click.command(cls=Leaf)
-@click.argument("paths", nargs=-1, callback=check_tinker_path, shell_complete=complete_checkpoint)
+@click.argument("paths", nargs=-1, shell_complete=complete_checkpoint)
 @click.option("--run-id", help="Delete those of this run, by its id or name, instead.")
 @click.option("--type", "kind", type=click.Choice(list(_TYPES)), help="Only this kind.")
 @click.option("--before", metavar="ISO", callback=read_iso_time, help="Only those made before.")
@@ -53,7 +54,7 @@ def delete(
     after: datetime | None,
     yes: bool,
 ) -> None:
-    """Delete checkpoints, by PATHS or by --run-id. This cannot be undone."""
+    """Delete checkpoints, by PATHS or their short names, or by --run-id. This cannot be undone."""
     if bool(paths) == bool(run_id):
         raise click.UsageError("Name checkpoints to delete, or give --run-id; one of the two.")
     if paths and (kind or before or after):
@@ -63,6 +64,7 @@ def delete(
     else:
         resolve_checkpoint(state, paths[0])  # its server
     with state.rest() as rest:
+        paths = _named(rest, paths)
         if run_id:
             items = rest.list_checkpoints(run_id).result().checkpoints
             paths = tuple(item.tinker_path for item in items if _wanted(item, kind, before, after))
@@ -70,6 +72,20 @@ def delete(
             click.confirm(f"Delete {len(paths)} checkpoint(s) for good?", abort=True, err=True)
         failed = _delete_all(rest, paths)
     _report(state, len(paths) - len(failed), failed)
+
+
+def _named(rest: RestClient, paths: Sequence[str]) -> tuple[str, ...]:
+    """Paths and short names as paths. A run's name would delete less than it says."""
+    if all(map(is_tinker_path, paths)):
+        return tuple(paths)
+    known = {named.name: named.path for named in rest.list_checkpoint_names().result().names}
+    for path in paths:
+        if path not in known and not is_tinker_path(path):
+            raise click.ClickException(
+                f"{path!r} is neither a checkpoint's path nor a short name of one. For all "
+                f"checkpoints of a run: --run-id {path}."
+            )
+    return tuple(known.get(path, path) for path in paths)
 
 
 def _wanted(

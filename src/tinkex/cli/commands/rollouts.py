@@ -1,6 +1,6 @@
 """`tinkex run rollouts`: read what a model said while it was trained.
 
-Reads `rollouts.jsonl` of a run's folder; no server is asked.
+Reads `rollouts.jsonl` of a run's folder; a server is asked for a name that no folder has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 
 import click
 
+from tinkex.cli.arguments import near_runs
 from tinkex.cli.completions import complete_run
+from tinkex.cli.names import run_here
 from tinkex.cli.state import Leaf, State, pass_state
 from tinkex.runs import json_lines
 
@@ -38,15 +40,16 @@ def rollouts(
 ) -> None:
     """Show the answers that were sampled in training. RUN is the run's name or its log folder."""
     from tinkex.recipes.rollouts import FILE_NAME
-    from tinkex.runs.names import find
 
     if best and worst:
         raise click.UsageError("--best and --worst exclude each other.")
-    known_run = find(str(run))
+    known_run = None if (run / FILE_NAME).is_file() else run_here(state, str(run))
     file = (known_run.folder if known_run else run) / FILE_NAME
     if not file.is_file():
         if known_run is None:
-            raise click.ClickException(f"'{run}' is neither the name nor the folder of a run.")
+            raise click.ClickException(
+                f"'{run}' is neither the name nor the folder of a run.{near_runs(str(run))}"
+            )
         raise click.ClickException(
             f"The run in {known_run.folder} kept no answers: it has no {FILE_NAME}. DPO writes "
             "none, SFT none with --samples 0."

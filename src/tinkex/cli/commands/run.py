@@ -16,11 +16,11 @@ from tinkex.cli.completions import complete_run
 from tinkex.cli.downloads import fetch_trace, trace_file
 from tinkex.cli.listing import Listing, collect
 from tinkex.cli.messages import words
-from tinkex.cli.names import run_of, servers_here
+from tinkex.cli.names import run_here, run_of, servers_here
 from tinkex.cli.output import MISSING, Table, ago, properties, size
 from tinkex.cli.state import Noun, State, pass_state
 from tinkex.errors import TinkerError
-from tinkex.runs.names import find, forget
+from tinkex.runs.names import forget
 
 if TYPE_CHECKING:
     from tinkex.types import TrainingRun
@@ -194,7 +194,9 @@ def stop(state: State, run: str, reason: str) -> None:
     chosen = run_of(state, run)
     with state.rest() as rest:
         stopped = rest.stop_run(chosen, reason).result()
-    text = f"Stopped {run}; {stopped.num_ended} requests were queued or running."
+    count = stopped.num_ended
+    were = "1 request was" if count == 1 else f"{count or 'no'} requests were"
+    text = f"Stopped {run}; {were} queued or running."
     state.show(text, {"run": chosen, "num_ended": stopped.num_ended})
 
 
@@ -208,7 +210,7 @@ def delete(state: State, run: str, yes: bool) -> None:
     A resumed run goes with all its segments. Refused while it trains and while a checkpoint of it
     is published; what it used stays billed. A log folder on this machine stays.
     """
-    local, chosen = find(run), run_of(state, run)
+    local, chosen = run_here(state, run), run_of(state, run)
     with state.rest() as rest:
         described = rest.get_training_run(chosen).result()
         known = " ".join(filter(None, [described.name, f"({described.training_run_id})"]))
@@ -217,7 +219,7 @@ def delete(state: State, run: str, yes: bool) -> None:
             click.confirm(question, abort=True, err=True)
         deleted = rest.delete_run(described.training_run_id).result()
     if local is not None:
-        forget(run)
+        forget(str(local.folder))
         state.note(f"Its log folder stays: {local.folder}")
     freed = f"{deleted.num_checkpoints} checkpoints, {size(deleted.freed_bytes)}"
     state.show(f"Deleted the run {known}: {freed}.", deleted)
@@ -235,11 +237,14 @@ def delete(state: State, run: str, yes: bool) -> None:
 def trace(state: State, run_id: str, output: Path | None) -> None:
     """Fetch the timeline of a run, to open in ui.perfetto.dev.
 
+    RUN_ID may also be its name, its log folder or a checkpoint of it.
+
     It shows requests as they waited and ran, the passes of the device, samples with their prefill
     and decode, saves and rate limits.
     """
+    chosen = run_of(state, run_id)
     with state.rest() as rest:
-        url = rest.export_run_trace(run_id).result()
+        url = rest.export_run_trace(chosen).result()
     if output is None and not sys.stdout.isatty() and state.format != "json":
         with tempfile.TemporaryDirectory() as folder:
             fetch_trace(url, file := Path(folder, "trace"))
@@ -254,7 +259,7 @@ def trace(state: State, run_id: str, output: Path | None) -> None:
 
 
 def _info_table(run: TrainingRun) -> Table:
-    pairs = _listing(_INFO).cells(run)
+    pairs = {title: text for title, text in _listing(_INFO).cells(run).items() if text != ""}
     for title, checkpoint in (
         ("Last Checkpoint", run.last_checkpoint),
         ("Last Sampler Checkpoint", run.last_sampler_checkpoint),
@@ -277,5 +282,6 @@ def _info_table(run: TrainingRun) -> Table:
     if run.segments:
         pairs["Resumed"] = ", ".join(f"at step {one.step}" for one in run.segments[1:])
     pairs |= {f"Setting: {key}": value for key, value in (run.settings or {}).items()}
-    pairs |= {f"Metadata: {key}": value for key, value in (run.user_metadata or {}).items()}
+    metadata = {key: value for key, value in (run.user_metadata or {}).items() if key != "name"}
+    pairs |= {f"Metadata: {key}": value for key, value in metadata.items()}
     return properties(f"Training run {run.training_run_id}", pairs)

@@ -21,7 +21,7 @@ from tinkex.cli.arguments import near_runs
 from tinkex.cli.commands.pull import prepare
 from tinkex.cli.completions import complete_model, complete_run
 from tinkex.cli.messages import program
-from tinkex.cli.names import go_to, resolve, resolve_start
+from tinkex.cli.names import go_to, resolve, resolve_start, run_here
 from tinkex.cli.output import properties
 from tinkex.cli.progress import RESULTS, label, steps
 from tinkex.cli.reward_files import load_reward
@@ -340,7 +340,12 @@ def _run(
     try:
         with service as client, steps(recipe) as on_step:
             started_commands.keep(Path(config.log_dir), started)
-            result = train(config, client, *inputs, on_step, on_step.note)
+            try:
+                result = train(config, client, *inputs, on_step, on_step.note)
+            except Exception:
+                if on_step.is_under_way and (saved := _saved(config.log_dir)):
+                    on_step.note(saved)
+                raise
             if result.interrupted:
                 client.close("interrupted", "Ctrl-C")
         _show(state, config.log_dir, result, show_plot)
@@ -351,11 +356,18 @@ def _run(
 
 def _stopped(log_dir: str) -> str:
     """A run that was stopped at once: how far it is saved, and how it goes on."""
+    if saved := _saved(log_dir):
+        return f"Stopped at once. {saved}"
+    return "Stopped before the first checkpoint. The same command starts again."
+
+
+def _saved(log_dir: str) -> str:
+    """How far a run is saved, and how it goes on; empty before its first checkpoint."""
     run = find(log_dir)
     if run is None or not run.state_path:
-        return "Stopped before the first checkpoint. The same command starts again."
+        return ""
     return (
-        f"Stopped at once; the first {run.step} steps are saved.\n"
+        f"The first {run.step} steps are saved.\n"
         f"Resume with: {program()} train resume {_called(log_dir)}"
     )
 
@@ -369,7 +381,7 @@ def resume(ctx: click.Context, state: State, run: str) -> None:
 
     A folder that somebody else began is refused: its command may run code of theirs.
     """
-    known = find(run)
+    known = run_here(state, run)
     if known is None:
         raise ConfigError(f"No run is called {run!r}, and no log folder.{near_runs(run)}")
     folder = known.folder.resolve()

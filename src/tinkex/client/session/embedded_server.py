@@ -157,7 +157,15 @@ def join_local_server(
             keeper = _keeper(env, model, key)
         if base_url is None and keeper is None and not is_private:
             serving = _serving(env, model, key)
-        base_url = base_url or keeper or serving or private.start(private.last_port())
+        base_url = base_url or keeper or serving
+        if base_url is None:
+            try:
+                base_url = private.start(private.last_port())
+            except LocalServerError:
+                # A `tinkex serve` that was just starting may have the folder now.
+                base_url = keeper = _keeper(env, model, key)
+                if base_url is None:
+                    raise
     with _users_lock:
         _users[base_url] += 1
     return LocalServer(

@@ -8,7 +8,6 @@ base model.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Literal
 
 from tinkex.errors import InvalidInputError
 from tinkex.server.process.problems import ApiError
-from tinkex.server.runs.descriptions import name_of
+from tinkex.server.runs.descriptions import did_you_mean, name_of
 from tinkex.server.runs.segments import last_checkpoints, segment_ids
 from tinkex.server.service.service import Service
 from tinkex.store import Checkpoint, Store, User
@@ -25,8 +24,6 @@ from tinkex.types.account.checkpoints import is_tinker_path
 MAX_LISTED = 1000
 MAX_KNOWN = 10_000
 KNOWN_S = 1.0
-NEAR_AMONG, NEAR_LENGTH = 200, 64
-"""The most names that an unknown name is compared with, and the characters of each."""
 MAX_SEGMENTS = 20
 """Of a run, that are asked for checkpoints in a list of all runs."""
 SAMPLED_KINDS = ("sampler_weights", "weights")
@@ -129,8 +126,7 @@ class ModelNames:
             names = await store.call(store.names.of_user, user.user_id)
             runs = await store.call(store.models.names, user.user_id, MAX_LISTED)
             known = [*self._service.catalog.names, *(named.name for named in names), *runs]
-            near = await asyncio.to_thread(_near, name, known)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = await asyncio.to_thread(did_you_mean, name, known)
             raise _unknown(self._service, name, hint) from None
 
     async def _on_base(self, user: User, name: str, base: str, path: str) -> SampleTarget:
@@ -179,16 +175,6 @@ class ModelNames:
                 # The newest run of a name is meant by it, also one without a checkpoint.
                 listed[name] = ListedModel(name, checkpoint, "run") if checkpoint else None
         return [model for model in listed.values() if model is not None]
-
-
-def _near(name: str, known: Sequence[str]) -> list[str]:
-    """Up to three known names that look like a name. Blocks.
-
-    Comparing two names can take the product of their lengths, and a user may have ten thousand.
-    """
-    whole = {each[:NEAR_LENGTH]: each for each in reversed(known[:NEAR_AMONG])}
-    near = difflib.get_close_matches(name[:NEAR_LENGTH], list(whole), n=3, cutoff=0.5)
-    return [whole[each] for each in near]
 
 
 def _last_checkpoints(

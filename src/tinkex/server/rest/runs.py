@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -19,7 +20,7 @@ from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.files import link
 from tinkex.server.rest.views import run_view, weights_view
 from tinkex.server.runs.curves import Course
-from tinkex.server.runs.descriptions import name_of, tags_of
+from tinkex.server.runs.descriptions import NEAR_AMONG, did_you_mean, name_of, tags_of
 from tinkex.server.runs.progress import LISTED, progress_of
 from tinkex.server.runs.segments import courses_of, last_checkpoints, segment_ids
 from tinkex.server.runs.states import state_of
@@ -97,7 +98,11 @@ async def visible_run(store: Store, run_id: str, user: User, *, with_public: boo
         model = await store.call(store.models.get, run_id)
     if model is not None:
         return model
-    text = f"No training run {run_id!r} of yours. List them with GET /training_runs."
+    hint = ""
+    if ":train:" not in run_id:  # an id is copied, not typed
+        names = await store.call(store.models.names, user.user_id, NEAR_AMONG)
+        hint = await asyncio.to_thread(did_you_mean, run_id, names)
+    text = f"No training run {run_id!r} of yours.{hint} List them with GET /training_runs."
     raise ApiError(404, text, listing="training_runs")
 
 

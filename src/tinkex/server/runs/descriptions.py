@@ -7,7 +7,8 @@ it, else those of its session. Knows rows and rules, not HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -22,6 +23,8 @@ from tinkex.types.service.extensions import Continuation, DescribeRunRequest
 MAX_SETTINGS = 256
 MAX_SETTINGS_BYTES = 32 * 1024
 """Of all settings of a run together, as JSON: they are read with every page that shows the run."""
+NEAR_AMONG, NEAR_LENGTH = 200, 64
+"""The most names that an unknown name is compared with, and the characters of each."""
 
 
 def given_name(metadata: Mapping[str, Any] | None) -> str | None:
@@ -41,6 +44,16 @@ def given_name(metadata: Mapping[str, Any] | None) -> str | None:
 def name_of(model: Model, session: Session | None) -> str | None:
     """The name of a run: its own, else that of its session."""
     return model.name or (session.display_name if session else None) or None
+
+
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """A sentence with up to three known names that look like a name, or nothing. Blocks.
+
+    Comparing two names can take the product of their lengths, and a user may have ten thousand.
+    """
+    whole = {each[:NEAR_LENGTH]: each for each in reversed(known[:NEAR_AMONG])}
+    found = difflib.get_close_matches(name[:NEAR_LENGTH], list(whole), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(repr(whole[each]) for each in found)}?" if found else ""
 
 
 def tags_of(model: Model, session: Session | None) -> list[str]:
