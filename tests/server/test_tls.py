@@ -87,6 +87,35 @@ def test_a_client_that_trusts_the_certificate_trains_and_one_that_does_not_is_to
             assert archive.result().url.startswith(url), "links lead back the same way"
 
 
+def test_plain_http_to_a_port_that_speaks_tls_is_told_within_seconds(
+    tmp_path: Path, pair: tuple[Path, Path]
+) -> None:
+    """It was tried for five minutes, as a server is that went away while it worked."""
+    flags = ("--engine", "toy", "--tls-cert", str(pair[0]), "--tls-key", str(pair[1]))
+    with ServerProcess(tmp_path, *flags) as server:
+        url, began = server.base_url.replace("https:", "http:"), time.monotonic()
+        with (
+            tinkex.ServiceClient(base_url=url, api_key="tml-x", startup_window_s=1.0) as service,
+            pytest.raises(APIConnectionError, match="If it speaks TLS.*https://"),
+        ):
+            service.get_server_capabilities().result()
+        assert time.monotonic() - began < PATIENCE_S
+
+
+def test_commands_that_speak_raw_http_say_what_to_do_about_a_certificate(
+    tmp_path: Path, pair: tuple[Path, Path]
+) -> None:
+    from click import ClickException
+
+    from tinkex.cli.address import send
+
+    flags = ("--engine", "toy", "--tls-cert", str(pair[0]), "--tls-key", str(pair[1]))
+    with ServerProcess(tmp_path, *flags) as server:
+        url = server.base_url.replace("http:", "https:")
+        with pytest.raises(ClickException, match="does not verify.*SSL_CERT_FILE"):
+            send("GET", url, "/v1/models", "")
+
+
 def test_files_that_are_missing_mismatched_or_encrypted_are_told_at_the_start(
     folder: Path, tmp_path: Path, pair: tuple[Path, Path]
 ) -> None:

@@ -46,6 +46,7 @@ def send(
     """
     import httpx
 
+    from tinkex.client.http.backends import tls_trouble
     from tinkex.wire.loopback import DIRECT
 
     headers = {"X-API-Key": key, **options.pop("headers", {})}
@@ -53,6 +54,8 @@ def send(
         with httpx.Client(headers=headers, timeout=timeout, mounts=DIRECT) as client:
             return client.request(verb, base_url + path, **options)
     except httpx.HTTPError as exc:
+        if (trouble := tls_trouble(base_url, exc)) is not None:
+            raise click.ClickException(str(trouble)) from exc
         raise click.ClickException(f"Could not reach {base_url}: {exc}") from exc
 
 

@@ -173,7 +173,7 @@ class _Plain(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        if record.name in ("tinkex.local", "tinkex.futures"):
+        if record.name in ("tinkex.local", "tinkex.futures", "tinkex.retry"):
             return record.getMessage()
         return super().format(record)
 

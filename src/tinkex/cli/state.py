@@ -112,7 +112,8 @@ class State:
         """
         from tinkex.client.config import ClientConfig
 
-        settings: dict[str, Any] = {} if patient else {"retry_window_s": 3.0}
+        # Below the 3 s after which a wait is told: its error would say the same again.
+        settings: dict[str, Any] = {} if patient else {"retry_window_s": 2.5}
         # What the user has set in the environment stands above our haste.
         free = {
             name: value

@@ -115,7 +115,7 @@ class HttpxBackend:
         except httpx.TimeoutException as exc:
             raise TimeoutError(f"{type(exc).__name__} {exc}".strip()) from exc
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            if (hopeless := _tls_trouble(self._config.base_url, exc)) is not None:
+            if (hopeless := tls_trouble(self._config.base_url, exc)) is not None:
                 raise hopeless from exc
             kind = NoConnectionError if isinstance(exc, httpx.ConnectError) else ProtocolError
             raise kind(f"{type(exc).__name__} {exc}".strip()) from exc
@@ -128,7 +128,7 @@ class HttpxBackend:
             await client.aclose()
 
 
-def _tls_trouble(base_url: str, error: BaseException) -> TlsError | None:
+def tls_trouble(base_url: str, error: BaseException) -> TlsError | None:
     """The error of a handshake that no second try can mend; None: it may be mended."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):

@@ -37,6 +37,10 @@ class NoConnectionError(ProtocolError):
     """There was no connection to break."""
 
 
+class NoAnswerError(ProtocolError):
+    """The server closed a new connection before a byte of an answer."""
+
+
 class _Stale(ProtocolError):
     """A kept connection ended before the answer began; nothing of it was processed."""
 
@@ -98,6 +102,8 @@ class _Connection(asyncio.Protocol):
             self._finish()
         elif self._headers is None and not self._buffer and self.num_requests > 1:
             answer.set_exception(_Stale("the kept connection was closed"))
+        elif self._headers is None and not self._buffer and exc is None:
+            answer.set_exception(NoAnswerError("the server closed the connection unanswered"))
         else:
             what = "the answer" if self._headers is None else "its body"
             why = f": {exc}" if exc else ""

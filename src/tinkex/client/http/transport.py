@@ -32,7 +32,7 @@ from tinkex.client.http.backends import Backend, TlsError, choose_backend, make_
 from tinkex.client.http.breaker import CircuitBreaker
 from tinkex.client.http.call import Call, status_error
 from tinkex.client.http.headers import idempotency_key, put, standard_headers
-from tinkex.client.http.http1 import NoConnectionError, ProtocolError, Reply
+from tinkex.client.http.http1 import NoAnswerError, NoConnectionError, ProtocolError, Reply
 from tinkex.client.http.limits import RateLimiter
 from tinkex.client.http.retry import (
     BillingPause,
@@ -396,9 +396,12 @@ class _Try:
         if isinstance(exc, TlsError):
             raise APIConnectionError(f"{exc}", name, category="user") from exc
         if isinstance(exc, OSError):
+            is_unseen = not self._transport._has_answered
+            may_be_tls = is_unseen and isinstance(exc, NoAnswerError)
+            hint = " If it speaks TLS, begin the address with https://." if may_be_tls else ""
             error = APIConnectionError(
-                f"No connection to {base_url} for {name}: {exc}. Check that a server "
-                "runs there, the network, and the address (base_url or TINKER_BASE_URL).",
+                f"No connection to {base_url} for {name}: {exc}. Check that a server runs "
+                f"there, the network, and the address (base_url or TINKER_BASE_URL).{hint}",
                 name,
             )
             self._transport._outage.failed(error)
@@ -406,10 +409,10 @@ class _Try:
 
 
 def _found_nobody(error: APIError) -> bool:
-    """Whether no connection could be made, as opposed to one that broke."""
+    """Whether nobody was met: no connection could be made, or it was closed without a word."""
     cause = error.__cause__
     if isinstance(cause, ProtocolError):
-        return isinstance(cause, NoConnectionError)
+        return isinstance(cause, NoConnectionError | NoAnswerError)
     return isinstance(cause, OSError) and not isinstance(cause, TimeoutError)
 
 
