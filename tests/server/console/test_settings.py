@@ -38,6 +38,36 @@ def test_an_unset_setting_is_not_an_unknown_one():
     assert [(row.name, row.cells[1].text) for row in view.unknown] == [("kl", "unknown")]
 
 
+def test_values_that_look_the_same_and_differ_are_not_called_equal():
+    """Numbers were compared to six digits and texts to three hundred characters."""
+    long = "x" * 400
+    view = settings_view([_run("a", lr=1e-4, data=long), _run("b", lr=1.0000001e-4, data=f"{long}y")])
+    assert view.equal == []
+    for row in view.differing:
+        assert len({cell.text for cell in row.cells}) == 2, row
+    view = settings_view([_run("a", lr=1, loss=None), _run("b", lr=1.0, loss="")])
+    assert view.differing == []
+
+
+def test_a_setting_called_unknown_is_known():
+    view = settings_view([_run("a", state="unknown"), _run("b", state="known")])
+    assert [row.name for row in view.differing] == ["state"]
+
+
+def test_nothing_differs_from_a_baseline_of_which_it_is_unknown():
+    silent = _run("b", tells=False)
+    [row] = settings_view([_run("a", kl=0.1), silent], "b").unknown
+    assert [cell.is_odd for cell in row.cells] == [False, False]
+
+
+def test_a_folder_says_nothing_of_what_only_a_server_knows():
+    server = _run("a", lr=1e-3, **{"lora.rank": 8, "base_model": "toy"})
+    folder = {**_run("b", lr=1e-3, rank=8), "folder": "/runs/b"}
+    view = settings_view([server, folder])
+    assert [row.name for row in view.differing] == ["rank"]
+    assert [row.name for row in view.unknown] == ["base_model", "lora.rank"]
+
+
 @pytest.fixture
 def folders(tmp_path: Path) -> Path:
     for name, config in (("a", {"lr": 1e-3}), ("b", {"lr": 1e-3}), ("c", {"lr": 5e-4}), ("d", 0)):

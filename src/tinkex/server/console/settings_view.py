@@ -1,11 +1,13 @@
 """Settings of several runs side by side: what differs, what is equal, and what nobody knows.
 
 A run that did not tell its settings is compared in what the server knows by itself, the base model
-and the adapter, and in nothing else: an absent setting is unknown there, not equal.
+and the adapter, and in nothing else: an absent setting is unknown there, not equal. Values are
+compared, never the texts shown for them: those are rounded and shortened.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 UNKNOWN = "unknown"
 NOT_SET = "–"
 MAX_VALUE = 300
+OF_SERVERS = ("base_model", "sdk_version", "lora.", "optimizer.", "metadata.")
+"""How names begin of settings that a server knows by itself and a folder does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,8 @@ class SettingCell:
     is_known: bool
     is_odd: bool = False
     """Other than what it is compared with: the baseline, or else most of the runs."""
+    whole: str = ""
+    """The value at full length, by which cells are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,7 @@ class ComparedSetting:
 
     @property
     def differs(self) -> bool:
-        return len({cell.text for cell in self.cells if cell.is_known}) > 1
+        return len({cell.whole for cell in self.cells if cell.is_known}) > 1
 
     @property
     def is_known(self) -> bool:
@@ -67,21 +73,53 @@ def settings_view(runs: Sequence[dict[str, Any]], baseline: str = "") -> Setting
 
 
 def _cells(runs: Sequence[dict[str, Any]], name: str, baseline: int | None) -> list[SettingCell]:
-    texts = [_text(run, name) for run in runs]
-    known = [text for text in texts if text != UNKNOWN]
+    known = [_is_known(run, name) for run in runs]
+    values = [run["settings"].get(name) for run in runs]
+    wholes = [_whole(value) for value in values]
+    told = [whole for whole, is_known in zip(wholes, known, strict=True) if is_known]
+    usual: str | None = max(told, key=told.count, default="")
     if baseline is not None:
-        usual = texts[baseline]
-    else:
-        usual = max(known, key=known.count, default="")
-        if known.count(usual) < 2:  # all are different: none is the odd one
-            return [SettingCell(text, text != UNKNOWN) for text in texts]
-    return [SettingCell(text, text != UNKNOWN, text not in (usual, UNKNOWN)) for text in texts]
+        usual = wholes[baseline] if known[baseline] else None
+    elif told.count(str(usual)) < 2:  # all are different: none is the odd one
+        usual = None
+    return [
+        SettingCell(text, True, usual is not None and whole != usual, whole)
+        if is_known
+        else SettingCell(UNKNOWN, False)
+        for text, whole, is_known in zip(_texts(values, wholes), wholes, known, strict=True)
+    ]
 
 
-def _text(run: dict[str, Any], name: str) -> str:
+def _is_known(run: dict[str, Any], name: str) -> bool:
+    """Whether a run has a setting, or told its settings and this one is not among them."""
     if name in run["settings"]:
-        return shown(run["settings"][name])
-    return NOT_SET if run["tells_settings"] else UNKNOWN
+        return True
+    return run["tells_settings"] and not ("folder" in run and name.startswith(OF_SERVERS))
+
+
+def _texts(values: Sequence[Any], wholes: Sequence[str]) -> list[str]:
+    """Values as they are shown; those that would look the same and differ, from where they do."""
+    texts = [shown(value) for value in values]
+    if len(set(texts)) == len(set(wholes)):
+        return texts
+    start = max(len(os.path.commonprefix([one for one in wholes if one != NOT_SET])) - 40, 0)
+    return [
+        whole if whole == NOT_SET else ("… " if start else "") + whole[start : start + MAX_VALUE]
+        for whole in wholes
+    ]
+
+
+def _whole(value: Any) -> str:
+    """A value at full length; 1 and 1.0 are one, and so are nothing and an empty text."""
+    if value is None or value == "":
+        return NOT_SET
+    if isinstance(value, bool):
+        return shown(value)
+    if isinstance(value, int | float):
+        return repr(int(value)) if value == value // 1 else repr(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_whole, value)) or NOT_SET
+    return str(value)
 
 
 def sort_runs(
