@@ -147,6 +147,21 @@ def test_the_playground_has_names(world: SimpleNamespace):
     assert '<optgroup label="Base models">' in page
 
 
+def test_the_playground_never_puts_another_model_in_place_of_the_chosen(world: SimpleNamespace):
+    """It lists the newest checkpoints; *Try* of an older one talked to the base model."""
+    old = "tinker://older:train:0/sampler_weights/final"
+    page = world.client.get("/console/playground", params={"model": old}).text
+    assert f'<option value="{old}" selected>' in page
+    assert page.count(" selected>") == 1
+
+
+def test_a_page_beyond_the_last_says_so(world: SimpleNamespace):
+    for view in ("", "settings"):
+        page = world.client.get("/console", params={"page": 7, "view": view}).text
+        assert "There is no page 8" in page
+        assert "No runs yet" not in page
+
+
 def test_repeats_in_the_audit_log_are_one_row():
     def entry(at: float, event: str, **details: object) -> AuditEntry:
         return AuditEntry(user_id="ann", event=event, timestamp=at, details=details)

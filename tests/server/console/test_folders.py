@@ -14,6 +14,7 @@ import httpx
 import pytest
 from visits import HOSTILE
 
+from tinkex.server.console import folder_runs
 from tinkex.server.console.folder_pages import create_app
 from tinkex.server.console.folder_runs import Folder
 from tinkex.server.runs.curves import MAX_CURVES
@@ -124,6 +125,12 @@ async def test_rollouts_stand_in_groups_with_their_rewards(seen):
     assert '<span class="down3"' in by_advantage
     told = (await seen.client.get(f"/console/api/runs/{seen.ids['sft']}/rollouts")).json()
     assert (told["steps"], len(told["answers"])) == ([2], 3)
+
+
+async def test_answers_of_a_step_are_read_up_to_so_many_bytes(seen, monkeypatch):
+    monkeypatch.setattr(folder_runs, "MAX_ANSWERS", len(json.dumps(answer(2, 0, 1.0))) * 2 + 20)
+    told = (await seen.client.get(f"/console/api/runs/{seen.ids['sft']}/rollouts")).json()
+    assert len(told["answers"]) == 2
 
 
 async def test_what_is_in_a_folder_stays_text(seen):

@@ -158,6 +158,7 @@ def test_a_checkpoint_is_exported_from_the_browser(world: SimpleNamespace, tmp_p
         form["output"] = str(tmp_path / "adapter")
         started = client.post("/console/start/export", data=form)
         told = _until_ended(client, started.url.path)
+        assert 'id="hint"' not in client.get(started.url.path).text, "it has nothing to resume"
     assert told["status"] == "finished", told["log"]
     assert (tmp_path / "adapter" / "adapter_config.json").is_file()
 

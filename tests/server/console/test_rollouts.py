@@ -12,7 +12,8 @@ import pytest
 from visits import token_of, visitor
 
 from tinkex.engine.jobs import SampledTokens, SampleResult, TrainDatum
-from tinkex.server.runs.rollouts import Rollouts
+from tinkex.server.console.rollout_view import MAX_COLORED, rollout_view
+from tinkex.server.runs.rollouts import MAX_SHOWN_TOKENS, Rollouts
 
 PROMPT = [5, 6, 7]
 
@@ -153,6 +154,26 @@ def test_who_keeps_most_makes_room():
     assert rollouts.kept_bytes <= 20_000
     assert rollouts.steps("small") == [0]
     assert max(rollouts.steps("large")) == 999
+
+
+def test_answers_of_a_step_are_handed_out_up_to_so_many_tokens():
+    """A page of all that is kept once took a thousand megabytes to make."""
+    rollouts = Rollouts(is_on=True, ttl_s=60, max_bytes=10**8)
+    rollouts.agree("ann", True)
+    kept(rollouts, "ann", *([[1] * 10_000] * 40))
+    found = rollouts.at("run", 0)
+    assert 0 < sum(len(one.tokens) for one in found) <= MAX_SHOWN_TOKENS
+    kept(rollouts, "ann", [1] * (2 * MAX_SHOWN_TOKENS), step=1)
+    assert len(rollouts.at("run", 1)) == 1, "a single one is shown, however long"
+
+
+def test_a_page_colours_so_many_tokens_and_says_so():
+    one = {"group": 0, "tokens": [1] * 1000, "pieces": ["a"] * 1000, "text": "a" * 1000}
+    view = rollout_view([{**one, "advantage": at - 50.0} for at in range(100)], "advantage")
+    spans = [len(told["spans"]) for group in view["groups"] for told in group["answers"]]
+    assert len(spans) == 100
+    assert sum(spans) <= MAX_COLORED + 100
+    assert view["num_plain"] == spans.count(1)
 
 
 def test_a_server_without_the_setting_keeps_nothing():

@@ -41,7 +41,9 @@ def test_an_unset_setting_is_not_an_unknown_one():
 def test_values_that_look_the_same_and_differ_are_not_called_equal():
     """Numbers were compared to six digits and texts to three hundred characters."""
     long = "x" * 400
-    view = settings_view([_run("a", lr=1e-4, data=long), _run("b", lr=1.0000001e-4, data=f"{long}y")])
+    view = settings_view(
+        [_run("a", lr=1e-4, data=long), _run("b", lr=1.0000001e-4, data=f"{long}y")]
+    )
     assert view.equal == []
     for row in view.differing:
         assert len({cell.text for cell in row.cells}) == 2, row

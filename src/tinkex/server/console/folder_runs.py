@@ -35,6 +35,8 @@ METRICS, CONFIG = "metrics.jsonl", "config.json"
 MAX_DEPTH = 4
 MAX_RUNS = 10_000
 MAX_LINE = 4_000_000
+MAX_ANSWERS = 32_000_000
+"""Bytes of the answers of one step that are read."""
 MAX_STEPS = 100_000
 MAX_OPEN = 256
 """Runs whose curves are kept in memory."""
@@ -146,11 +148,16 @@ class Folder:
     def answers(self, step: int, limit: int = 1024) -> list[dict[str, Any]]:
         if step not in self.rollout_steps():
             return []
-        found = []
+        found: list[dict[str, Any]] = []
+        num_bytes = 0
         with self.rollouts.file.open("rb") as source:
             for at in self.offsets[step][:limit]:
                 source.seek(at)
-                if (one := _object(source.readline(MAX_LINE))) is not None:
+                line = source.readline(MAX_LINE)
+                num_bytes += len(line)
+                if num_bytes > MAX_ANSWERS:
+                    break
+                if (one := _object(line)) is not None:
                     found.append(one)
         return found
 

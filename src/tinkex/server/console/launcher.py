@@ -62,6 +62,7 @@ class Launch:
             "command": line(self.argv),
             "status": self.status,
             "is_stopping": self.is_stopping,
+            "is_recipe": self.argv[:1] == ("train",),
             "started_at": self.started_at,
             "log": _text(self.output),
         }

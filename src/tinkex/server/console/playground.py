@@ -29,8 +29,10 @@ async def playground(
     request: Request, user: Visitor, model: Annotated[str, Query(max_length=1000)] = ""
 ) -> Response:
     groups = await _choices(request, user)
-    first = groups[0][1][0][0]
-    return page(request, "playground.html", user, groups=groups, chosen=model or first)
+    if model and not any(model == one for _, choices in groups for one, _ in choices):
+        # An older checkpoint, or one of somebody else: never another model in its place.
+        groups.insert(0, ("Chosen", [(model, model)]))
+    return page(request, "playground.html", user, groups=groups, chosen=model)
 
 
 async def _choices(request: Request, user: User) -> list[tuple[str, list[tuple[str, str]]]]:

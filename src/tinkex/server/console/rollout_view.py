@@ -6,8 +6,8 @@ Answers come as `rollouts.jsonl` has them, from anybody's folder: every field is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Collection, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 from tinkex.server.console.source import number_in
@@ -16,6 +16,8 @@ Coloring = Literal["logprob", "advantage", "none"]
 MAX_GROUPS = 32
 MAX_ANSWERS = 256
 MAX_TOKENS = 2000
+MAX_COLORED = 40_000
+"""Tokens of a page with a colour and a hint of their own; answers after them are plain text."""
 MAX_TEXT = 20_000
 NUM_BARS = 12
 _LEVELS = (0.9, 0.5, 0.2, 0.05)
@@ -30,11 +32,18 @@ def rollout_view(answers: Sequence[dict[str, Any]], color: Coloring) -> dict[str
     for one in answers[:MAX_ANSWERS]:
         groups.setdefault(str(one.get("group", 0)), []).append(one)
     shown = list(groups.items())[:MAX_GROUPS]
-    num_shown = sum(len(members) for _, members in shown)
+    listed = [one for _, members in shown for one in members]
+    up_to = accumulate(min(len(_list(one.get("pieces"))), MAX_TOKENS) for one in listed)
+    plain = {
+        id(one)
+        for one, size in zip(listed, up_to, strict=True)
+        if size > MAX_COLORED and color != "none"
+    }
     return {
-        "groups": [_group(name, members, color, largest) for name, members in shown],
+        "groups": [_group(name, members, color, largest, plain) for name, members in shown],
         "num_answers": len(answers),
-        "num_hidden": len(answers) - num_shown,
+        "num_hidden": len(answers) - len(listed),
+        "num_plain": len(plain),
         "measure": "reward" if rewards or not advantages else "advantage",
         "mean": _mean(rewards or advantages),
         "bars": bars(rewards or advantages),
@@ -42,13 +51,19 @@ def rollout_view(answers: Sequence[dict[str, Any]], color: Coloring) -> dict[str
 
 
 def _group(
-    name: str, members: Sequence[dict[str, Any]], color: Coloring, largest: float
+    name: str,
+    members: Sequence[dict[str, Any]],
+    color: Coloring,
+    largest: float,
+    plain: Collection[int],
 ) -> dict[str, Any]:
     return {
         "number": name,
         "prompt": str(members[0].get("prompt", ""))[:MAX_TEXT],
         "mean": _mean(_numbers(members, "reward")),
-        "answers": [_answer(one, color, largest) for one in members],
+        "answers": [
+            _answer(one, "none" if id(one) in plain else color, largest) for one in members
+        ],
     }
 
 

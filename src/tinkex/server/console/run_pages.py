@@ -243,31 +243,36 @@ async def rollouts_page(
     step: Number | None = None,
     color: Coloring = "logprob",
 ) -> Response:
-    found = await _rollouts(request, user, run_id, step)
-    run = await source_of(request).run(user, run_id)
-    view = rollout_view(found["answers"], color)
     agreement = source_of(request).agreement(user)
-    return page(
-        request,
-        "rollouts.html",
-        user,
-        **_head_facts(user, run),
-        color=color,
-        agreement=agreement,
-        file=found["file"],
-        steps=found["steps"],
-        step=found["step"],
-        before=max((one for one in found["steps"] if one < found["step"]), default=None),
-        after=min((one for one in found["steps"] if one > found["step"]), default=None),
-        **view,
-    )
+    async with _turn(request):
+        found = await _rollouts(request, user, run_id, step)
+        run = await source_of(request).run(user, run_id)
+
+        def made() -> Response:  # of tens of thousands of coloured tokens: not on the event loop
+            return page(
+                request,
+                "rollouts.html",
+                user,
+                **_head_facts(user, run),
+                color=color,
+                agreement=agreement,
+                file=found["file"],
+                steps=found["steps"],
+                step=found["step"],
+                before=max((one for one in found["steps"] if one < found["step"]), default=None),
+                after=min((one for one in found["steps"] if one > found["step"]), default=None),
+                **rollout_view(found["answers"], color),
+            )
+
+        return await asyncio.to_thread(made)
 
 
 @router.get("/api/runs/{run_id}/rollouts")
 async def rollouts_json(
     request: Request, user: Visitor, run_id: inputs.Text, step: Number | None = None
 ) -> Response:
-    return answer(await _rollouts(request, user, run_id, step))
+    async with _turn(request):
+        return answer(await _rollouts(request, user, run_id, step))
 
 
 async def _rollouts(request: Request, user: User, run_id: str, step: int | None) -> dict[str, Any]:

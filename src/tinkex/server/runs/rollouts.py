@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from tinkex.server.process.off_loop import off_loop
 MAX_SNAPSHOTS = 10_000
 MAX_SHOWN = 1024
 """Answers of one step that are handed out."""
+MAX_SHOWN_TOKENS = 200_000
+"""Tokens of those answers and their prompts together; each becomes several objects."""
 OVERHEAD_BYTES = 1000
 """What an answer costs beside its arrays."""
 
@@ -156,7 +159,11 @@ class Rollouts:
         return sorted(self._runs.get(run_id, ()))
 
     def at(self, run_id: str, step: int) -> list[Kept]:
-        return self._runs.get(run_id, {}).get(step, [])[:MAX_SHOWN]
+        """The first answers of a step, as many as are handed out."""
+        found = self._runs.get(run_id, {}).get(step, [])[:MAX_SHOWN]
+        up_to = itertools.accumulate(len(kept.prompt) + len(kept.tokens) for kept in found)
+        num_shown = sum(size <= MAX_SHOWN_TOKENS for size in up_to)
+        return found[: max(num_shown, 1)]
 
     # ------------------------------------------------------------------------ keeping
 
@@ -228,17 +235,19 @@ async def told(kepts: Sequence[Kept], tokenizer: Any | None) -> list[dict[str, A
 
 
 def _told(kepts: Sequence[Kept], tokenizer: Any | None) -> list[dict[str, Any]]:
-    groups: dict[bytes, int] = {}
+    groups: dict[bytes, tuple[int, str]] = {}
     rows = []
     for kept in kepts:
-        group = groups.setdefault(_digest(kept.prompt), len(groups))
+        if (digest := _digest(kept.prompt)) not in groups:
+            groups[digest] = (len(groups), "".join(_pieces(tokenizer, kept.prompt.tolist())))
+        group, prompt = groups[digest]
         pieces = _pieces(tokenizer, kept.tokens.tolist())
         advantages = None if kept.advantages is None else kept.advantages.tolist()
         rows.append(
             {
                 "step": kept.step,
                 "group": group,
-                "prompt": "".join(_pieces(tokenizer, kept.prompt.tolist())),
+                "prompt": prompt,
                 "text": "".join(pieces),
                 "tokens": kept.tokens.tolist(),
                 "pieces": pieces,

@@ -52,6 +52,7 @@ class Board {
     this.view = controls((view) => { for (const card of this.cards.values()) card.chart?.show(view); });
     const look = (entries) => { for (const one of entries) this.cards.get(one.target.dataset.metric)?.seen(one.isIntersecting); };
     this.eyes = new IntersectionObserver(look, { rootMargin: "300px" });
+    this.say("Loading metrics …");
   }
 
   // `runs`: [{id, name, color, isBaseline, curves: {name: {steps, values, at, stride}}}]; `changed`: names to draw again.
@@ -61,6 +62,9 @@ class Board {
     for (const name of changed) this.cards.get(name)?.refresh();
     this.arrange();
   }
+
+  // In place of charts, while there are none.
+  say(text) { if (!this.cards.size) this.place.replaceChildren(made("p", { class: "card empty", role: "status" }, text)); }
 
   series(name) {
     return this.runs.filter((run) => run.curves[name]).map((run) => ({
@@ -88,7 +92,8 @@ class Board {
     }
     const ordered = [...sections].sort(([one], [other]) => sectionRank(one) - sectionRank(other) || one.localeCompare(other));
     for (const [, names] of ordered) names.sort((one, other) => this.compare(one, other));
-    this.count.textContent = words.length ? `${found.length} of ${this.cards.size} metrics` : `${this.cards.size} metrics`;
+    const all = `${this.cards.size} metric${this.cards.size === 1 ? "" : "s"}`;
+    this.count.textContent = words.length ? `${found.length} of ${all}` : all;
     const layout = JSON.stringify([ordered, constants, constants.map((name) => this.lasts(name))]);
     if (layout === this.layout) return;
     this.layout = layout;

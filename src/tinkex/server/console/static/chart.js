@@ -82,7 +82,7 @@ class Chart {
     this.at = offsets[index];
     const found = this.nearest(this.at);
     const values = found.map(({ series, point }) => (found.length > 1 ? `${series.name} ` : "") + short(point[2]));
-    this.said.textContent = `${values.join(", ")} at ${short(line[index][0])}`;
+    this.said.textContent = `${values.join(", ")} at ${exact(line[index][0])}`;
     this.draw();
     tip.show(this, { offsetX: this.at, offsetY: 20 });
   }
@@ -248,7 +248,7 @@ const tip = {
     if (!found.length) { this.hide(); return; }
     if (!this.box.isConnected) document.body.append(this.box);
     const axis = chart.view.axis;
-    const says = (x) => (axis === "time" ? `${short(x)} min` : `${axis} ${short(x)}`);
+    const says = (x) => (axis === "time" ? `${short(x)} min` : `${axis} ${exact(x)}`);
     const x = closest(found.map(({ point }) => point).sort((a, b) => a[0] - b[0]), chart.scene.valueAt(offsetX))[0];
     const table = made("table");
     for (const { series, point } of found) {
@@ -285,26 +285,33 @@ function ticks(low, high, rounds = [1, 2, 5, 10]) {
   return found;
 }
 
-// Numbers beside each other, with as many digits as tell them apart.
+// Numbers beside each other: of one unit, with as many digits as tell them apart.
 function labels(numbers) {
-  const plain = numbers.map(short);
+  const largest = Math.max(...numbers.map(Math.abs));
+  const plain = numbers.map((number) => short(number, largest));
   if (new Set(plain).size === plain.length) return plain;
-  for (let digits = 4; digits <= 8; digits++) {
+  for (let digits = 4; digits <= 12; digits++) {
     const longer = numbers.map((number) => String(Number(number.toPrecision(digits))));
     if (new Set(longer).size === longer.length) return longer;
   }
   return plain;
 }
 
-function short(number) {
+const UNITS = [["T", 1e12, 1e12], ["B", 1e9, 1e9], ["M", 1e6, 1e6], ["k", 1e3, 1e4]]; // with its size, and from where on it is used
+
+// In little room: 0.0661, 533, 12.3k, 1.5M, 2e-5; the unit may be that of a larger number beside it.
+function short(number, largest = Math.abs(number)) {
   const size = Math.abs(number);
-  if (size !== 0 && (size < 0.001 || size >= 1e6)) return number.toExponential(1);
-  return size >= 100 ? String(Math.round(number)) : String(Number(number.toPrecision(3)));
+  if (size !== 0 && (size < 0.001 || size >= 1e15)) return number.toExponential(1).replace(".0e", "e").replace("e+", "e");
+  const [unit, factor] = UNITS.find(([, , least]) => largest >= 0.9995 * least && largest < 1e15) || ["", 1];
+  const scaled = number / factor;
+  return `${Math.abs(scaled) >= 100 ? Math.round(scaled) : Number(scaled.toPrecision(3))}${scaled ? unit : ""}`;
 }
 
+// As it was measured: whole numbers with all their digits, others with six.
 function exact(number) {
-  const size = Math.abs(number);
-  return size !== 0 && (size < 1e-4 || size >= 1e9) ? number.toExponential(4) : String(Number(number.toPrecision(6)));
+  if (Number.isInteger(number) && Math.abs(number) < 1e15) return number.toLocaleString("en");
+  return String(Number(number.toPrecision(6)));
 }
 
 function made(kind, facts = {}, ...inside) {

@@ -16,7 +16,8 @@ async function look() {
   document.getElementById("stop").hidden = told.status !== "running";
   document.getElementById("again").hidden = told.status === "running";
   if (told.status === "running") return;
-  document.getElementById("hint").textContent = "Run again resumes from the last checkpoint.";
+  const hint = document.getElementById("hint"); // of recipes; an export has nothing to resume
+  if (hint) hint.textContent = hint.dataset.ended;
   clearInterval(timer);
 }
 const timer = setInterval(look, 2000);

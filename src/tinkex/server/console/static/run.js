@@ -60,6 +60,13 @@ const live = new EventSource(place.dataset.live);
 live.onmessage = (event) => {
   const told = JSON.parse(event.data);
   take(told.curves);
+  board.say("No metrics yet. They appear with the first step.");
   say(told.doing);
+};
+// The browser tries again by itself, unless the server refuses: then the login has ended, or the run is gone.
+live.onerror = () => {
+  const isOver = live.readyState === EventSource.CLOSED;
+  board.say("The metrics could not be loaded.");
+  doing.textContent = isOver ? "no longer updated; load the page again" : "connection lost, trying again";
 };
 addEventListener("pagehide", () => live.close());
