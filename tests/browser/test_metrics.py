@@ -194,6 +194,75 @@ def test_all_metrics_of_a_run_are_downloaded(page, world):
     assert [line.get("reward") for line in lines[:3]] == [float(row["reward"]) for row in rows[:3]]
 
 
+def test_numbers_of_an_axis_have_one_unit_and_all_their_digits(page, world):
+    _open_run(page, world)
+    for numbers, told in (
+        ([0, 5000, 10000, 15000], ["0", "5k", "10k", "15k"]),
+        ([12.5, 12.75, 13], ["12.5", "12.75", "13"]),
+        ([1, 1 + 1e-8], ["1", "1.00000001"]),
+        ([1e-4, 1.5e-4], ["1e-4", "1.5e-4"]),
+        ([0, 2.5e8], ["0", "250M"]),
+    ):
+        assert page.evaluate(f"labels({numbers})") == told
+    assert page.evaluate("[12345678, 0.1234567, 1e-7].map(exact)") == [
+        "12,345,678",
+        "0.123457",
+        "1e-7",
+    ]
+    assert page.evaluate("ticks(48, 100000, 6, true)") == [20000, 40000, 60000, 80000, 100000]
+
+
+def test_the_labels_of_an_axis_are_not_cut(page, world):
+    _open_run(page, world)
+    for low in (1e8, 1 - 1e-9, -1e300):
+        view = "{ smooth: 0, log: false, axis: 'step' }"
+        line = f"[[[0, {low}, {low}, {low}], [9, {low} * 1.00000001, {low}, {low}]]]"
+        left = "(scene) => Math.max(...scene.says.map(widthOf)) < scene.frame.left"
+        assert page.evaluate(f"({left})(sceneOf({line}, 400, 200, {view}))"), low
+
+
+def test_a_menu_and_its_last_entry_lie_above_the_next_charts(page, world):
+    """It was cut by the card below it."""
+    _open_run(page, world)
+    card = page.locator(".chart[data-metric=loss_per_token]")
+    card.locator(".menu summary").click()
+    last = card.locator(".menu-items button").last
+    last.scroll_into_view_if_needed()
+    box = last.bounding_box()
+    at = f"{box['x'] + 20}, {box['y'] + box['height'] - 4}"
+    assert page.evaluate(f"document.elementFromPoint({at}).textContent") == last.text_content()
+
+
+def test_the_legend_and_the_values_stay_whole_and_in_sight(page, world):
+    """The header of the page lay over the legend, and long rows stuck out of their box."""
+    _open_comparison(page, world)
+    page.locator("#smooth").fill("0.6")
+    page.evaluate("scrollTo(0, 900)")
+    header, legend = (page.locator(one).bounding_box() for one in ("header", ".legend"))
+    assert legend["y"] >= header["y"] + header["height"] - 1
+    page.evaluate("scrollTo(0, 0)")
+    _point_at_the_end(page, page.locator("canvas[aria-label^='reward:']"), f"step {NUM_STEPS - 1}")
+    assert page.evaluate("tip.box.scrollWidth <= tip.box.clientWidth")
+
+
+def test_a_run_without_metrics_and_a_page_without_its_server_say_so(page, world):
+    import tinkex
+
+    with tinkex.ServiceClient(base_url=world.base_url, display_name="new") as service:
+        run = service.create_lora_training_client("toy", rank=4).result().model_id
+        page.goto(f"{world.base_url}/console/runs/{run}")
+        expect(page.locator("#charts")).to_have_text(
+            "No metrics yet. They appear with the first step."
+        )
+        page.goto(f"{world.base_url}/console/compare?runs={run}")
+        expect(page.locator("#charts")).to_have_text("None of these runs has metrics yet.")
+    page.expected.append("Failed to load")
+    for address, told in (("live", "/runs/{}"), ("curves**", "/compare?runs={}")):
+        page.route(f"**/{address}", lambda route: route.abort())
+        page.goto(f"{world.base_url}/console{told.format(world.runs[0].run_id)}")
+        expect(page.locator("#charts")).to_contain_text("could not be loaded")
+
+
 def test_a_thousand_metrics_are_fluent(page, world):
     """Charts are made when they are seen; the search answers at once."""
     import tinkex

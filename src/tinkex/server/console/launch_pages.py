@@ -41,6 +41,8 @@ forms = Forms()
 EXPORT = "export"
 _FIRST = ("name", "model", "start", "teacher", "prompts", "output", "form")
 """Fields that people fill in; the others have good defaults and are folded."""
+_EXAMPLES = {"data": "data.jsonl", "reward": "reward.py:reward", "output": "my-adapter"}
+"""What to fill in, where there is no default and the name of the field says little."""
 _TITLES = {
     "sft": "Supervised fine-tuning",
     "dpo": "Preference optimization",
@@ -121,6 +123,7 @@ async def _form_page(
         first=first,
         others=[field for field in fields if field not in first],
         values=values,
+        examples=_EXAMPLES,
         message=message,
         may_start=may_start(request),
         folder=str(launcher.folder) if launcher is not None else "",

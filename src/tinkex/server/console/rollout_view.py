@@ -76,6 +76,7 @@ def _answer(one: dict[str, Any], color: Coloring, largest: float) -> dict[str, A
         "num_tokens": len(_list(one.get("tokens"))),
         "mean_logprob": _mean(known),
         "snapshot": str(one.get("snapshot", ""))[:200],
+        "is_long": len(str(one.get("text", ""))) > 500,
         "spans": _spans(one, logprobs, color, largest),
     }
 

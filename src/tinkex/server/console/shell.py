@@ -61,7 +61,12 @@ def byte_size(size: float) -> str:
     return f"{size:.0f} B"
 
 
-_templates.filters |= {"with_code": _with_code, "byte_size": byte_size}
+def number(value: float) -> str:
+    """A measured value as people read it, with four digits or more."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+_templates.filters |= {"with_code": _with_code, "byte_size": byte_size, "number": number}
 
 
 def compile_templates() -> None:

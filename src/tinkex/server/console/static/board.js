@@ -200,7 +200,7 @@ class Card {
   refresh() {
     if (!this.chart) return;
     const series = this.board.series(this.name);
-    this.last.textContent = series.length === 1 && series[0].values.length ? short(series[0].values.at(-1)) : "";
+    this.last.textContent = series.length === 1 && series[0].values.length ? short(series[0].values.at(-1), 4) : "";
     this.chart.set(series);
     this.complete();
   }

@@ -1,7 +1,8 @@
 // A line chart on a canvas: several series, values under the pointer or by arrow keys, zoom by dragging.
 "use strict";
 
-const FRAME = { left: 54, right: 10, top: 8, bottom: 22 };
+const FRAME = { right: 10, top: 8, bottom: 22 };
+const MAX_LEFT = 120; // room for the labels of values
 
 class Chart {
   // `title` names the metric; `box` is the card that the chart fills.
@@ -47,7 +48,7 @@ class Chart {
     this.canvas.height = height * scale;
     const pen = this.canvas.getContext("2d");
     pen.scale(scale, scale);
-    this.scene = sceneOf(this.lines(), width, height);
+    this.scene = sceneOf(this.lines(), width, height, this.view);
     paint(pen, this.scene, this);
     this.label();
   }
@@ -141,17 +142,20 @@ function closest(line, x) {
 
 // ------------------------------------------------------------------------ drawing
 
-// Where things are in a picture of this size.
-function sceneOf(lines, width, height, frame = FRAME) {
+// Where things are in a picture of this size; `rows` are the values with a line and a label.
+function sceneOf(lines, width, height, view, around = FRAME) {
   let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
   for (const line of lines) for (const [x, y, , raw] of line) { x0 = Math.min(x0, x); x1 = Math.max(x1, x); y0 = Math.min(y0, y, raw); y1 = Math.max(y1, y, raw); }
   if (x0 > x1) return { isEmpty: true, width, height, lines };
   if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
   const pad = y0 === y1 ? Math.abs(y0) * 0.1 || 1 : (y1 - y0) * 0.04;
   if (Number.isFinite(y1 + pad - (y0 - pad))) { y0 -= pad; y1 += pad; }
-  const { left, right, top, bottom } = frame;
+  const rows = ticks(y0, y1, 5);
+  const says = labels(rows.map((y) => (view.log ? 10 ** y : y)));
+  const left = Math.min(Math.max(24, ...says.map(widthOf)) + 14, MAX_LEFT);
+  const frame = { ...around, left }, { right, top, bottom } = frame;
   return {
-    width, height, lines, frame, y0, y1, x0, x1,
+    width, height, lines, frame, y0, y1, x0, x1, rows, says,
     px: (x) => left + (width - left - right) * (x - x0) / (x1 - x0),
     py: (y) => top + (height - top - bottom) * (y1 - y) / (y1 - y0),
     valueAt: (offset) => x0 + (x1 - x0) * (offset - left) / (width - left - right),
@@ -163,11 +167,10 @@ function paint(pen, scene, { series, view, at = null }) {
   pen.font = `11px ${theme("font")}`;
   pen.fillStyle = theme("--soft");
   if (scene.isEmpty) { pen.fillText("No points yet", 14, 26); return; }
-  const { px, py, width, height, frame } = scene;
+  const { px, py, width, height, frame, rows, says } = scene;
   const axis = view.axis === "time" ? "minutes" : view.axis;
-  const rows = ticks(scene.y0, scene.y1, [1, 2, 2.5, 5, 10]);
-  const columns = ticks(scene.x0, scene.x1).filter((x) => px(x) < width - frame.right - 8 * axis.length);
-  const says = labels(rows.map((y) => (view.log ? 10 ** y : y))), below = labels(columns);
+  const columns = ticks(scene.x0, scene.x1, 6, view.axis !== "time").filter((x) => px(x) < width - frame.right - 8 * axis.length);
+  const below = labels(columns);
   pen.strokeStyle = theme("--line");
   pen.lineWidth = 1;
   pen.textAlign = "right";
@@ -271,13 +274,14 @@ const tip = {
 
 // ------------------------------------------------------------------------ numbers and elements
 
-// Four or so round numbers between two others; steps and tokens are whole, so quarters are for values.
-function ticks(low, high, rounds = [1, 2, 5, 10]) {
-  const rough = (high - low) / 4, size = 10 ** Math.floor(Math.log10(rough));
-  const step = rounds.find((times) => times * size >= rough) * size;
+// At most `count` round numbers, and rarely less than half, between two others. Steps and tokens are whole, so is what is between them.
+function ticks(low, high, count, isWhole = false) {
+  const rough = (high - low) / count, size = 10 ** Math.floor(Math.log10(rough));
+  const rounds = isWhole && size < 10 ? [1, 2, 5, 10] : [1, 2, 2.5, 5, 10];
+  const step = Math.max(rounds.find((times) => times * size >= rough) * size, isWhole ? 1 : 0);
   const found = [];
   const first = Math.ceil(low / step) * step;
-  for (let i = 0; i < 8; i++) { // counted: where numbers are so large that a step is less than their last digit, it gets nowhere
+  for (let i = 0; i <= count; i++) { // counted: where numbers are so large that a step is less than their last digit, it gets nowhere
     const at = first + i * step;
     if (!(at <= high + step * 1e-9)) break;
     found.push(Math.abs(at) < step * 1e-9 ? 0 : at);
@@ -285,33 +289,37 @@ function ticks(low, high, rounds = [1, 2, 5, 10]) {
   return found;
 }
 
-// Numbers beside each other: of one unit, with as many digits as tell them apart.
+// Numbers beside each other: of one unit, with as many digits as they have themselves.
 function labels(numbers) {
   const largest = Math.max(...numbers.map(Math.abs));
-  const plain = numbers.map((number) => short(number, largest));
-  if (new Set(plain).size === plain.length) return plain;
-  for (let digits = 4; digits <= 12; digits++) {
-    const longer = numbers.map((number) => String(Number(number.toPrecision(digits))));
-    if (new Set(longer).size === longer.length) return longer;
-  }
-  return plain;
+  const gap = Math.min(...numbers.slice(1).map((number, i) => Math.abs(number - numbers[i])));
+  let digits = 3;
+  while (digits < 12 && numbers.some((number) => Math.abs(Number(number.toPrecision(digits)) - number) > 0.01 * gap)) digits++;
+  return numbers.map((number) => short(number, digits, largest));
 }
 
 const UNITS = [["T", 1e12, 1e12], ["B", 1e9, 1e9], ["M", 1e6, 1e6], ["k", 1e3, 1e4]]; // with its size, and from where on it is used
 
 // In little room: 0.0661, 533, 12.3k, 1.5M, 2e-5; the unit may be that of a larger number beside it.
-function short(number, largest = Math.abs(number)) {
-  const size = Math.abs(number);
-  if (size !== 0 && (size < 0.001 || size >= 1e15)) return number.toExponential(1).replace(".0e", "e").replace("e+", "e");
-  const [unit, factor] = UNITS.find(([, , least]) => largest >= 0.9995 * least && largest < 1e15) || ["", 1];
+function short(number, digits = 3, largest = Math.abs(number)) {
+  if (number !== 0 && (largest < 0.001 || largest >= 1e15)) return number.toExponential(digits - 1).replace(/\.?0*e\+?/, "e");
+  const [unit, factor] = UNITS.find(([, , least]) => digits < 6 && largest >= 0.9995 * least) || ["", 1];
   const scaled = number / factor;
-  return `${Math.abs(scaled) >= 100 ? Math.round(scaled) : Number(scaled.toPrecision(3))}${scaled ? unit : ""}`;
+  const isLong = Math.abs(scaled) >= 10 ** digits; // whole numbers keep their digits
+  return `${isLong ? Math.round(scaled) : Number(scaled.toPrecision(digits))}${scaled ? unit : ""}`;
 }
 
 // As it was measured: whole numbers with all their digits, others with six.
 function exact(number) {
   if (Number.isInteger(number) && Math.abs(number) < 1e15) return number.toLocaleString("en");
   return String(Number(number.toPrecision(6)));
+}
+
+const ruler = document.createElement("canvas").getContext("2d");
+
+function widthOf(text) {
+  ruler.font = `11px ${theme("font")}`;
+  return ruler.measureText(text).width;
 }
 
 function made(kind, facts = {}, ...inside) {

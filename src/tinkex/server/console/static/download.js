@@ -41,7 +41,7 @@ function cell(value) {
 function picture(pen, chart) {
   const { width, height, head, row } = PICTURE;
   const bottom = 22 + row * chart.series.length;
-  const scene = sceneOf(chart.lines(), width, height + row * chart.series.length, { left: 64, right: 16, top: head, bottom: bottom + 8 });
+  const scene = sceneOf(chart.lines(), width, height + row * chart.series.length, chart.view, { right: 16, top: head, bottom: bottom + 8 });
   pen.fillStyle = theme("--card");
   pen.fillRect(0, 0, scene.width, scene.height);
   if (scene.isEmpty) return;

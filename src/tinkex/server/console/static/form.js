@@ -13,6 +13,7 @@ async function ask() {
   shown.textContent = told.command || told.missing || told.detail;
   shown.className = told.command ? "" : "count";
   copier.dataset.text = told.command || "";
+  copier.disabled = !told.command;
 }
 form.addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(ask, 250); });
 ask();

@@ -60,7 +60,7 @@ const live = new EventSource(place.dataset.live);
 live.onmessage = (event) => {
   const told = JSON.parse(event.data);
   take(told.curves);
-  board.say("No metrics yet. They appear with the first step.");
+  board.say(["finished", "stopped", "failed", "lost"].includes(first[0]) ? "This run has no metrics." : "No metrics yet. They appear with the first step.");
   say(told.doing);
 };
 // The browser tries again by itself, unless the server refuses: then the login has ended, or the run is gone.
