@@ -212,6 +212,19 @@ def test_numbers_of_an_axis_have_one_unit_and_all_their_digits(page, world):
     assert page.evaluate("ticks(48, 100000, 6, true)") == [20000, 40000, 60000, 80000, 100000]
 
 
+def test_numbers_that_arrive_in_any_order_are_smoothed_in_theirs(page, world):
+    """A late one made a step in the smoothed curve, and the last to arrive was called the last."""
+    _open_run(page, world)
+    told = {"steps": [0, 2, 3, 1], "values": [4, 2, 1, 3], "at": [0, 2, 3, 1]}
+    more = {"steps": [5, 4], "values": [-1, 0], "at": [5, 4], "isMore": True}
+    known = page.evaluate(
+        f"(() => {{ const k = {{}}; for (const one of {json.dumps([told, more])}) grow(k, 'x', one);"
+        " return k.x; })()"
+    )
+    assert known["steps"] == known["at"] == [0, 1, 2, 3, 4, 5]
+    assert known["values"] == [4, 3, 2, 1, 0, -1]
+
+
 def test_the_labels_of_an_axis_are_not_cut(page, world):
     _open_run(page, world)
     for low in (1e8, 1 - 1e-9, -1e300):

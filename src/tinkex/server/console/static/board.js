@@ -272,10 +272,24 @@ function controls(change) {
   return view;
 }
 
-// Add points to a curve, or begin it; its lowest and highest value are kept at hand.
+// Add points to a curve, or begin it, in the order of steps; its lowest and highest value are kept at hand.
 function grow(known, name, grown) {
+  const first = grown.isMore ? known[name].steps.length : 0;
   const curve = grown.isMore ? known[name] : { ...grown, low: Infinity, high: -Infinity };
   if (grown.isMore) for (const part of ["steps", "values", "at"]) for (const one of grown[part]) curve[part].push(one);
   for (const value of grown.values) { curve.low = Math.min(curve.low, value); curve.high = Math.max(curve.high, value); }
+  order(curve, first);
   known[name] = curve;
+}
+
+// Numbers that are sent at once may arrive in any order; those before `first` are in theirs.
+function order(curve, first) {
+  const { steps } = curve;
+  const isOrdered = (i) => i === 0 || steps[i - 1] <= steps[i];
+  for (let i = first; i < steps.length; i++) {
+    if (isOrdered(i)) continue;
+    const indexes = [...steps.keys()].sort((one, other) => steps[one] - steps[other]);
+    for (const part of ["steps", "values", "at"]) { const all = curve[part]; curve[part] = indexes.map((index) => all[index]); }
+    return;
+  }
 }

@@ -114,7 +114,7 @@ function points(one, view, zoom) {
     const y = view.log ? Math.log10(mean) : mean;
     shown.push([xs[i], y, value, view.log ? (value > 0 ? Math.log10(value) : y) : value]);
   }
-  return shown.sort((one, other) => one[0] - other[0]); // numbers sent at once may arrive in any order
+  return shown.sort((one, other) => one[0] - other[0]); // by time they may have another order than by step
 }
 
 // Tokens trained on up to each point of a series; its run's curve of tokens says how many a step had.
