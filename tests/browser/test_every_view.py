@@ -69,7 +69,7 @@ def world(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         [file] = folder.rglob("serving/*.json")
         token = json.loads(file.read_text())["owner_token"]
         runs = train_runs(base_url)
-        told = {"name": "<b>bold</b>", "note": "A note.", "tags": ["one", "two"]}
+        told = {"name": "<b>bold</b>", "note": "A note. " * 300, "tags": ["one", "two"]}
         httpx.put(
             f"{base_url}/tinkex/v1/runs/{runs[0].run_id}", json=told, timeout=PATIENCE_S
         ).raise_for_status()
@@ -138,7 +138,14 @@ def folders(tmp_path: Path) -> Iterator[SimpleNamespace]:
         lines = ({"step": step, "time": 5.0 + step, "reward": step / 9} for step in range(9))
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         (folder / "metrics.jsonl").write_text(text)
-    answer = {"step": 8, "group": 0, "prompt": "1+1", "text": "2", "reward": 1.0, "tokens": [2]}
+    answer = {
+        "step": 8,
+        "group": 0,
+        "prompt": "1+1 " * 500,
+        "text": "2 " * 999,
+        "reward": 1.0,
+        "tokens": [2],
+    }
     (whole / "rollouts.jsonl").write_text(f"{json.dumps(answer)}\n")
     (whole / "config.json").write_text(json.dumps({"model": "toy", "rank": 8}))
     saved = {"step": 8, "state_path": "tinker://r:train:0/weights/8", "sampler_path": "x"}

@@ -217,10 +217,8 @@ def test_numbers_that_arrive_in_any_order_are_smoothed_in_theirs(page, world):
     _open_run(page, world)
     told = {"steps": [0, 2, 3, 1], "values": [4, 2, 1, 3], "at": [0, 2, 3, 1]}
     more = {"steps": [5, 4], "values": [-1, 0], "at": [5, 4], "isMore": True}
-    known = page.evaluate(
-        f"(() => {{ const k = {{}}; for (const one of {json.dumps([told, more])}) grow(k, 'x', one);"
-        " return k.x; })()"
-    )
+    taken = f"for (const one of {json.dumps([told, more])}) grow(k, 'x', one)"
+    known = page.evaluate(f"(() => {{ const k = {{}}; {taken}; return k.x; }})()")
     assert known["steps"] == known["at"] == [0, 1, 2, 3, 4, 5]
     assert known["values"] == [4, 3, 2, 1, 0, -1]
 

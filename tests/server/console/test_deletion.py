@@ -55,6 +55,16 @@ def test_runs_are_deleted_after_a_yes(world: SimpleNamespace):
             assert ann.get(f"/console/runs/{run.run_id}").status_code == 404
 
 
+def test_after_a_deletion_the_list_is_filtered_as_before(world: SimpleNamespace):
+    with visitor(world, KEYS[0]) as ann:
+        for address, leads_to in (("?q=gone&page=0", "q=gone&page=0"), ("/runs/x", "")):
+            ann.headers["referer"] = f"{ann.base_url}/console{address}".replace(
+                "//console", "/console"
+            )
+            run = _run(world).run_id
+            assert _delete(ann, run, confirmed="yes").url.query.decode() == leads_to
+
+
 def test_another_users_run_and_a_forged_form_delete_nothing(world: SimpleNamespace):
     run = _run(world)
     with visitor(world, KEYS[1]) as ben:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from tinkex.errors import InvalidInputError
-from tinkex.server.console.shell import PageRoute, confirmation, page
+from tinkex.server.console.shell import PageRoute, back_of, confirmation, page
 from tinkex.server.console.source import SETTINGS_PAGE, console_of, file_stem
 from tinkex.server.console.visitors import Changing, Visitor, log_in, log_out, put_off
 from tinkex.server.files.checkpoints import parse_path
@@ -137,7 +137,9 @@ async def delete_runs(
     if refusals:
         deleted = f"{len(chosen) - len(refusals)} of {len(chosen)} runs were deleted. "
         raise ApiError(400, (deleted if len(chosen) > 1 else "") + " ".join(refusals))
-    return RedirectResponse("/console", status_code=303)
+    back = back_of(request)  # the list as it was filtered; the page of the run is gone
+    is_list = back.partition("?")[0] == "/console"
+    return RedirectResponse(back if is_list else "/console", status_code=303)
 
 
 @router.get("/download")

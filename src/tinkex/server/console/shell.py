@@ -100,7 +100,7 @@ def _failure(request: Request, ours: Response) -> Response:
         return RedirectResponse("/console/login", status_code=303)
     told = orjson.loads(ours.body)
     user = getattr(request.state, "visitor", None)
-    facts = {"message": told["detail"], "back": _back(request)}
+    facts = {"message": told["detail"], "back": back_of(request)}
     return page(request, "failure.html", user, ours.status_code, **facts)
 
 
@@ -121,11 +121,11 @@ def confirmation(
         detail=detail,
         verb=verb,
         values=values,
-        back=_back(request),
+        back=back_of(request),
     )
 
 
-def _back(request: Request) -> str:
+def back_of(request: Request) -> str:
     """The page of ours whose form or link led here; the list of runs where that is unknown."""
     came_from = urlsplit(request.headers.get("referer", ""))
     is_ours = came_from.netloc == request.url.netloc and came_from.path.startswith("/console")
