@@ -12,8 +12,10 @@ from typing import Any
 import fastapi.routing
 import pytest
 from app_world import AppWorld, open_app
+from jinja2 import Environment
 
 from tinkex.server import openapi
+from tinkex.server.console import shell
 from tinkex.store import Store
 
 TOKENS = [1, 2, 3, 4]
@@ -61,14 +63,29 @@ async def test_what_handlers_declare_is_read_before_the_first_request(
         read.append(kwargs.get("path"))
         return get_dependant(*args, **kwargs)
 
-    def compiled(*args: Any) -> Any:
-        raise AssertionError("a page is compiled when it is first asked for")
-
     monkeypatch.setattr(fastapi.routing, "get_dependant", noted)
-    monkeypatch.setattr("jinja2.Environment.compile", compiled)
     for path in ("/api/v1/healthz", "/tinkex/v1/budgets", "/console/login", "/v1/models", "/none"):
         await app_world.http.get(path)
     assert read == []
+
+
+async def test_pages_are_compiled_off_the_event_loop(
+    app_world: AppWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    compiled = Environment.compile
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return compiled(*args)
+
+    monkeypatch.setattr(Environment, "compile", noted)
+    monkeypatch.setattr(shell._templates, "cache", {})
+    shell._compile_templates.cache_clear()
+    for path in ("/console/login", "/console"):
+        await app_world.http.get(path)
+    assert len(threads) == len(shell._templates.list_templates())
+    assert threading.current_thread() not in threads
 
 
 async def test_the_openapi_document_is_made_once_and_off_the_event_loop(

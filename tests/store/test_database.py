@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, text
+from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine, inspect, text
 from store_rows import op
 
 from tinkex.errors import ConfigError
 from tinkex.store import Store, StoreClosedError
-from tinkex.store.database import _with_driver
+from tinkex.store.database import MIGRATIONS, NEWEST_REVISION, _with_driver
 from tinkex.store.schema import metadata
 
 RECORDED = Path(__file__).parents[1] / "golden" / "store-0010.tar.xz"
@@ -36,7 +37,24 @@ def test_the_revisions_make_them_of_a_recorded_database_too(tmp_path: Path) -> N
         archive.extractall(tmp_path, filter="data")
     store = Store.in_folder(tmp_path)
     assert _differences(store) == []
+    with store._database.writer.connect() as connection:
+        assert MigrationContext.configure(connection).get_current_revision() == NEWEST_REVISION
     assert store.journal.unfinished_models()
+    store.close()
+
+
+def test_a_new_database_has_the_mark_that_the_last_revision_leaves(url: str) -> None:
+    scripts = ScriptDirectory(str(MIGRATIONS))
+    assert scripts.get_heads() == [NEWEST_REVISION]
+    store = Store(url)
+    with store._database.writer.connect() as connection:
+        context = MigrationContext.configure(connection)
+        assert context.get_current_revision() == NEWEST_REVISION
+        made = inspect(connection).get_columns("alembic_version")
+        assert inspect(connection).get_pk_constraint("alembic_version")["name"] == (
+            context._version.primary_key.name
+        )
+    assert [column["name"] for column in made] == [c.name for c in context._version.columns]
     store.close()
 
 

@@ -15,11 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from alembic import command
-from alembic.config import Config
-from alembic.migration import MigrationContext
-from alembic.util import CommandError
-from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    create_engine,
+    event,
+    inspect,
+    make_url,
+    select,
+)
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from tinkex.errors import ConfigError
@@ -28,6 +37,15 @@ from tinkex.store.schema import metadata
 MIGRATIONS = Path(__file__).parent / "migrations"
 FIRST_REVISION = "0010"
 """The oldest revision that is opened; earlier ones were never part of a release."""
+NEWEST_REVISION = "0014"
+"""What a new database is marked with: the last of `migrations/versions`."""
+# As Alembic makes it, which is imported only where a database has revisions to go through.
+_MARK = Table(
+    "alembic_version",
+    MetaData(),
+    Column("version_num", String(32), nullable=False),
+    PrimaryKeyConstraint("version_num", name="alembic_version_pkc"),
+)
 BUSY_TIMEOUT_MS = 10_000
 CACHE_KB = 4000
 """Pages of the database that each connection keeps; the system's cache has the others."""
@@ -75,20 +93,15 @@ def open_database(url: str, *, full_sync: bool = True) -> Database:
     except ConfigError:
         database.dispose()
         raise
-    except (CommandError, DBAPIError) as exc:
+    except DBAPIError as exc:
         database.dispose()
         raise _unusable(database.writer, exc) from exc
     return database
 
 
-def _unusable(engine: Engine, exc: Exception) -> Exception:
+def _unusable(engine: Engine, exc: DBAPIError) -> Exception:
     """Why a database cannot be used, in words; other failures stay as they are."""
-    shown, cause = engine.url.render_as_string(), str(getattr(exc, "orig", None) or exc)
-    if isinstance(exc, CommandError):
-        return ConfigError(
-            f"The database {shown} was written by a newer Tinkex than this one ({cause}). Update "
-            "Tinkex, or give this server a --data-dir of its own."
-        )
+    shown, cause = engine.url.render_as_string(), str(exc.orig or exc)
     if any(sign in cause for sign in ("not a database", "malformed", "disk image")):
         return ConfigError(
             f"The database {shown} is damaged ({cause}). Restore it from a backup "
@@ -101,16 +114,14 @@ def _unusable(engine: Engine, exc: Exception) -> Exception:
 
 def migrate(engine: Engine) -> None:
     """Make the tables of a new database, or bring those of an existing one up to date."""
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        revision = MigrationContext.configure(connection).get_current_revision()
+        revision = _revision(connection)
         if revision is None:
-            # In one transaction with the stamp: after a crash between the two a later Tinkex would
-            # find tables without a revision, and stamp these older ones as its newest.
+            # In one transaction with the mark: after a crash between the two a later Tinkex would
+            # find tables without a revision, and mark these older ones as its newest.
             metadata.create_all(connection)
-            command.stamp(config, "head")
+            _MARK.create(connection, checkfirst=True)
+            connection.execute(_MARK.insert().values(version_num=NEWEST_REVISION))
             return
         if revision < FIRST_REVISION:  # revisions are numbers of four digits
             raise ConfigError(
@@ -119,7 +130,35 @@ def migrate(engine: Engine) -> None:
                 "server of commit e232661 on it once, which brings it up to date, or give this "
                 "server a --data-dir of its own."
             )
-        command.upgrade(config, "head")
+        if revision != NEWEST_REVISION:
+            _upgrade(connection)
+
+
+def _revision(connection: Connection) -> str | None:
+    """What a database is marked with; None for a new one."""
+    if not inspect(connection).has_table(_MARK.name):
+        return None
+    revision: str | None = connection.scalar(select(_MARK.c.version_num))
+    return revision
+
+
+def _upgrade(connection: Connection) -> None:
+    """Go through the revisions that a database has not seen."""
+    from alembic import command
+    from alembic.config import Config
+    from alembic.util import CommandError
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    try:
+        command.upgrade(config, NEWEST_REVISION)
+    except CommandError as exc:
+        raise ConfigError(
+            f"The database {connection.engine.url.render_as_string()} was written by a newer "
+            f"Tinkex than this one ({exc}). Update Tinkex, or give this server a --data-dir of its "
+            "own."
+        ) from exc
 
 
 def _with_driver(url: str) -> str:

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from sqlalchemy import Connection, Table
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 
 # Building a statement costs more than running it, so each is built once per dialect.
 
@@ -27,7 +27,11 @@ def insert_or_add(connection: Connection, table: Table, column: str) -> Any:
 
 def _insert(dialect: str, table: Table) -> Any:
     """An insert that offers `on_conflict_do_nothing` and `on_conflict_do_update`."""
-    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
+    if dialect == "postgresql":
+        from sqlalchemy.dialects import postgresql  # heavy, and needed by who stores there
+
+        return postgresql.insert(table)
+    return sqlite.insert(table)
 
 
 @cache

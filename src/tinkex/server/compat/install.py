@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import cache
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
 
 from tinkex.server.compat import (
     anthropic_messages,
@@ -44,13 +46,21 @@ def install(app: FastAPI, service: Service, sandbox: Sandbox) -> CompatDependenc
         ChatFormats(service.catalog, sandbox),
         TrajectoryRecorder(service.store, service.shelf),
     )
+    app.router.routes += _routes()
+    return compat
+
+
+@cache
+def _routes() -> list[BaseRoute]:
+    """The routes at all their prefixes: the same objects for every app, so resolved once."""
+    router = APIRouter()
     for prefix in PREFIXES:
         for module in _MODULES:
-            app.include_router(module.router, prefix=prefix, include_in_schema=prefix == "/v1")
-    app.include_router(anthropic_messages.router)
-    app.include_router(anthropic_messages.router, prefix=ANTHROPIC, include_in_schema=False)
-    app.add_api_route(
+            router.include_router(module.router, prefix=prefix, include_in_schema=prefix == "/v1")
+    router.include_router(anthropic_messages.router)
+    router.include_router(anthropic_messages.router, prefix=ANTHROPIC, include_in_schema=False)
+    router.add_api_route(
         f"{ANTHROPIC}/v1/models", openai_chat.list_models, methods=["GET"], include_in_schema=False
     )
-    app.include_router(records.router)
-    return compat
+    router.include_router(records.router)
+    return router.routes

@@ -79,8 +79,8 @@ def create_app(root: Path, secret: str) -> FastAPI:
         FolderRuns(root), LinkAuth(secret), FailedLogins(), launcher=launcher
     )
     for module in (shell, run_pages, launch_pages):
-        app.include_router(module.router)
-    app.include_router(router)
+        app.router.routes += module.router.routes
+    app.router.routes += router.routes
     problems.install(app)
     return app
 

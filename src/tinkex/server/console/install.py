@@ -35,9 +35,8 @@ def install(app: FastAPI, parts: AppDependencies, chat_formats: ChatFormats) -> 
     )
     if parts.auth.is_open:  # one's own machine: what is sampled here is its user's to see
         parts.service.rollouts.open_to(OPEN_USER)
-    shell.compile_templates()
     for module in (shell, pages, run_pages, playground, launch_pages, server_page):
-        app.include_router(module.router)
+        app.router.routes += module.router.routes
     # Whoever types the server's address into a browser looks for its pages.
     app.add_api_route("/", _to_the_pages, methods=["GET"], include_in_schema=False)
 

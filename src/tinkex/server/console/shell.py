@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Coroutine, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -69,8 +70,9 @@ def number(value: float) -> str:
 _templates.filters |= {"with_code": _with_code, "byte_size": byte_size, "number": number}
 
 
-def compile_templates() -> None:
-    """Compile all pages: once in a process, and not on the event loop with the first request."""
+@cache
+def _compile_templates() -> None:
+    """Compile all pages, which takes a tenth of a second: with the first visit, off the loop."""
     for name in _templates.list_templates():
         _templates.get_template(name)
 
@@ -82,6 +84,8 @@ class PageRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def reply(request: Request) -> Response:
+            if not _compile_templates.cache_info().currsize:
+                await asyncio.to_thread(_compile_templates)
             try:
                 response = await handle(request)
             except Exception as exc:
