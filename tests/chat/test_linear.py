@@ -65,22 +65,21 @@ READERS = {
 
 
 def _seconds(work: Callable[[], None]) -> float:
-    """The least of two tries on this thread's CPU, so that a busy machine does not matter."""
-    spent = []
-    for _ in range(2):
-        before = time.thread_time()
-        work()
-        spent.append(time.thread_time() - before)
-    return min(spent)
+    """Of this thread's CPU, so that a busy machine does not matter."""
+    before = time.thread_time()
+    work()
+    return time.thread_time() - before
 
 
 def _assert_linear(work: Callable[[int], Callable[[], None]]) -> None:
     """Measure again where it looks otherwise: 64 times as long stays so, a disturbance does not."""
     told = []
     for _ in range(5):
-        short, long = _seconds(work(SHORT)), _seconds(work(TIMES * SHORT))
-        # Below a hundredth of a second the clock itself is most of it.
-        if long < max(BAR * short, 0.02):
+        long = _seconds(work(TIMES * SHORT))
+        if long < 0.02:  # the clock itself is most of it
+            return
+        short = min(_seconds(work(SHORT)) for _ in range(2))
+        if long < BAR * short:
             return
         told.append(f"{short:.4f} s, then {long:.4f} s")
     raise AssertionError("; ".join(told))

@@ -6,6 +6,7 @@ import types as python_types
 import typing
 from datetime import UTC, datetime
 from enum import Enum
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import numpy as np
@@ -169,6 +170,7 @@ def _output_tensor(spec: tuple[int, bool, bool]) -> Any:
 # ------------------------------------------------------------------------------------ models
 
 
+@cache  # building a strategy takes longer than drawing from it
 def models(kind: type[BaseModel], only: tuple[str, ...] | None = None) -> st.SearchStrategy[Any]:
     """Instances of a pydantic model with any subset of its optional fields."""
     required, optional = {}, {}
