@@ -131,11 +131,12 @@ def run_here(state: State, text: str) -> NamedRun | None:
     if (run := find(text)) is not None:
         return run
     run_id = TinkerPath.parse(text).run_id if is_tinker_path(text) else text
-    for server in _servers(state):
-        answer = _get_here(server, _run_route(run_id), is_first=False)
-        if _is_found(answer):
-            told = answer.json()
-            ids = {told["training_run_id"], *(one["run_id"] for one in told.get("segments") or ())}
+    for server in (state.base_url, *_others(state)):
+        answer = _get_if_there(server, _run_route(run_id))
+        if answer is not None and answer.status_code == 200:
+            described = answer.json()
+            segments = described.get("segments") or ()
+            ids = {described["training_run_id"], *(segment["run_id"] for segment in segments)}
             return next((run for run in known() if _id_of(run) in ids), None)
     return None
 
@@ -230,7 +231,7 @@ def _others(state: State) -> list[str]:
     return [] if is_named else servers_here()
 
 
-def _get_if_there(server: str, route: str) -> httpx.Response | None:
+def _get_if_there(server: str | None, route: str) -> httpx.Response | None:
     with contextlib.suppress(click.ClickException, LocalServerError):
         return _get(server, route)
     return None

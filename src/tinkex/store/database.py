@@ -135,7 +135,7 @@ def migrate(engine: Engine) -> None:
 
 
 def _revision(connection: Connection) -> str | None:
-    """What a database is marked with; None for a new one."""
+    """The mark of a database; None for a new one."""
     if not inspect(connection).has_table(_MARK.name):
         return None
     revision: str | None = connection.scalar(select(_MARK.c.version_num))

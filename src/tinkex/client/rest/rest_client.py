@@ -422,7 +422,7 @@ class RestClient(SessionCalls, BudgetCalls):
             lambda waiting: self.holder.promised(
                 "interpolate_checkpoints", request, kind, waiting, options=options
             ),
-            options,
+            CallLimits.of(options),
         )
 
     interpolate_checkpoints_async = awaited(interpolate_checkpoints)

@@ -17,7 +17,7 @@ import orjson
 
 from tinkex import events, types
 from tinkex.client.futures import APIFuture, Waiting
-from tinkex.client.http.options import Options, check_options
+from tinkex.client.http.options import CallLimits, Options, check_options
 from tinkex.client.session.polling import failure
 from tinkex.errors import (
     APIConnectionError,
@@ -95,7 +95,7 @@ class SampleStream:
     def _start(self) -> None:
         if self._future is not None:
             raise RuntimeError("A stream can be iterated once; call stream() again.")
-        self._future = self._client.holder.spawn(self._read, self._options)
+        self._future = self._client.holder.spawn(self._read, CallLimits.of(self._options))
         # However it ends, also before it began (a closed client): the reader must hear of it.
         self._future.add_done_callback(lambda _: self._items.put(_END))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tinkex import types
 from tinkex.client.deprecations import warn
 from tinkex.client.futures import APIFuture, Waiting
-from tinkex.client.http.options import Options, without_key
+from tinkex.client.http.options import CallLimits, Options, without_key
 from tinkex.client.session.holder import Holder
 from tinkex.client.training.custom_loss import (
     finish,
@@ -157,4 +157,4 @@ def create_custom_loss(
             raise
         return replace(handle, loss_id=created.loss_id)
 
-    return holder.spawn(create, options)
+    return holder.spawn(create, CallLimits.of(options))

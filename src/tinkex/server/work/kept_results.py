@@ -23,6 +23,7 @@ from tinkex.server.files.disk_quota import DiskQuota, OverQuotaError, megabytes
 from tinkex.server.process.disk import Room
 from tinkex.server.process.problems import ApiError
 from tinkex.server.work.futures import Promise
+from tinkex.store.journal import result_name
 
 logger = logging.getLogger(__name__)
 SMALL_BYTES = 4096
@@ -71,7 +72,7 @@ class KeptResults:
         user_id = promise.user_id
         if self._kept[user_id] + self._expected[user_id] + num_bytes > self._share:
             try:
-                self._disk_quota.admit(_name(promise), user_id, num_bytes)
+                self._disk_quota.admit(result_name(promise.request_id), user_id, num_bytes)
             except OverQuotaError:
                 raise self._refusal(user_id, num_bytes) from None
         self._expected[user_id] += num_bytes
@@ -81,7 +82,7 @@ class KeptResults:
         """A sample that was expected has ended, or was not accepted after all."""
         expected = self._expected_of.pop(promise.request_id, 0)
         take_from(self._expected, promise.user_id, expected)
-        self._disk_quota.release(_name(promise))
+        self._disk_quota.release(result_name(promise.request_id))
 
     def keep(self, promise: Promise) -> None:
         """A promise was settled. Must be given back with `drop`."""
@@ -96,7 +97,7 @@ class KeptResults:
         if size >= SMALL_BYTES and (
             self._in_memory[user_id] > self._share or self.memory_bytes > self._memory_limit
         ):
-            self._disk_quota.hold(_name(promise), user_id, size)
+            self._disk_quota.hold(result_name(promise.request_id), user_id, size)
             task = asyncio.create_task(self._spill(promise))
             self._writing.add(task)
             task.add_done_callback(self._writing.discard)
@@ -105,7 +106,7 @@ class KeptResults:
         """Its result was fetched, or its time is over."""
         size = self._sizes.pop(promise.request_id, 0)
         take_from(self._kept, promise.user_id, size)
-        self._disk_quota.release(_name(promise))
+        self._disk_quota.release(result_name(promise.request_id))
         outcome = promise.outcome
         if outcome is not None and outcome.file is not None:
             asyncio.get_running_loop().run_in_executor(None, _unlink, outcome.file)
@@ -126,7 +127,7 @@ class KeptResults:
             await asyncio.to_thread(_write, file, outcome.payload)
         except OSError as exc:
             logger.warning("a result stays in memory: %s", exc.strerror or exc)
-            self._disk_quota.release(_name(promise))
+            self._disk_quota.release(result_name(promise.request_id))
             await asyncio.to_thread(_unlink, file)
             return
         if promise.request_id not in self._sizes:  # fetched meanwhile
@@ -151,11 +152,6 @@ class KeptResults:
             code="quota",
             headers={"Retry-After": "5"},
         )
-
-
-def _name(promise: Promise) -> str:
-    """What the disk quota knows a result by."""
-    return f"result {promise.request_id}"
 
 
 def _write(file: Path, payload: bytes) -> None:
