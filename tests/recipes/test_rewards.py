@@ -165,6 +165,20 @@ def test_a_task_says_in_few_words_what_judges():
     assert as_task(right).name == "right"
 
 
+def test_what_an_async_reward_keeps_from_step_to_step_stays_usable():
+    """The client of a judge, kept by a module: its loop was closed after the first step."""
+    loops = []
+
+    async def judge(completion):
+        loops.append(asyncio.get_running_loop())
+        return 1.0
+
+    for _ in range(3):
+        judged(judge, ROWS, ["a", "b"])
+    assert len(set(loops)) == 1
+    assert loops[0].is_running()
+
+
 def test_rewards_of_one_name_are_told_apart():
     task = as_task([lambda completion: 1.0, lambda completion: 2.0])
     (turn,) = task.judge([episode(ROWS[0])], ["x"])

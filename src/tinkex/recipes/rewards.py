@@ -18,10 +18,11 @@ import asyncio
 import inspect
 import math
 import numbers
+import os
+import threading
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias, TypeVar
 
 from tinkex.errors import ConfigError, InvalidInputError
@@ -289,12 +290,24 @@ async def _awaited(waiting: Awaitable[T]) -> T:
 
 
 def finished(waiting: Awaitable[T] | Coroutine[Any, Any, T]) -> T:
-    """Run to the end in a loop of its own: the caller may be inside a running one (a notebook)."""
-    thread = ThreadPoolExecutor(1, thread_name_prefix="tinkex-rewards")
+    """Run to the end in the loop of the rewards: the caller may be inside one (a notebook)."""
+    future = asyncio.run_coroutine_threadsafe(_awaited(waiting), _loop(os.getpid()))
     try:
-        return thread.submit(asyncio.run, _awaited(waiting)).result()
+        return future.result()
     finally:
-        thread.shutdown(wait=False)  # A second Ctrl-C does not wait for a slow reward.
+        future.cancel()  # A second Ctrl-C does not wait for a slow reward.
+
+
+@cache
+def _loop(pid: int) -> asyncio.AbstractEventLoop:
+    """The event loop of all rewards of a process, on a thread of its own.
+
+    One for all steps: the connections of a client that a reward keeps belong to its loop. A fork
+    has no threads, so it begins another.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="tinkex-rewards", daemon=True).start()
+    return loop
 
 
 def finite(value: Any, answer: JudgedAnswer) -> float:
