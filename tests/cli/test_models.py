@@ -278,6 +278,22 @@ def test_train_rl_adds_up_weighted_rewards_and_names_each(cli, tmp_path):
     assert "Name a reward" in cli("train", "rl", *RL).err
 
 
+def test_a_reward_file_may_have_dataclasses(tmp_path):
+    """With annotations as texts it did not load: its module was nowhere to be looked up."""
+    from tinkex.cli.reward_files import load_reward
+
+    lines = [
+        "from __future__ import annotations",
+        "from dataclasses import dataclass",
+        "@dataclass",
+    ]
+    lines += ["class Judge:", "    scale: float = 2.0", "    def __call__(self, completion):"]
+    lines += ["        return self.scale", "reward = Judge()"]
+    (tmp_path / "rewards.py").write_text("\n".join(lines))
+    _, reward, weight = load_reward(f"{tmp_path}/rewards.py:reward=0.5")
+    assert (reward(completion="Hi"), weight) == (2.0, 0.5)
+
+
 def test_train_rl_says_when_no_answer_was_better_than_another(cli, tmp_path):
     (tmp_path / "rewards.py").write_text(REWARDS.replace("len(completion) % 2", "1"))
     ran = cli("train", "rl", "rewards.py:reward", *RL)

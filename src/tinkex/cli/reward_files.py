@@ -6,6 +6,7 @@ The file is a program of the user's own and runs as such: whatever it raises is 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,12 @@ def load_function(name: str) -> tuple[Any, Callable[..., float]]:
         raise click.UsageError(f"'{name}' is not a function; write FILE.py:FUNCTION.")
     if not path.is_file():
         raise click.UsageError(f"There is no file {path}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    # Under a name of our own: a file called like a module, such as math.py, replaces none.
+    spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except Exception as exc:
