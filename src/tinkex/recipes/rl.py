@@ -133,13 +133,7 @@ def train(
     """
     rows = Rows.of(config, load_prompts, prompts)
     task = as_task(reward, max_turns=config.max_turns)
-    columns = {name for row in rows.all for name in row.row}
-    task.check(columns)
-    if config.reward_by and config.reward_by not in columns:
-        raise ConfigError(
-            f"reward_by: no prompt has a field '{config.reward_by}'; they have "
-            f"{', '.join(sorted(columns)) or 'none'}."
-        )
+    check_columns({name for row in rows.all for name in row.row}, task, config)
     hooks = Hooks.of(on_step, on_note, on_eval, on_save)
     may_change = [] if fixed_length(config) else ["steps"]
     run = begin(service, config, hooks, may_change=may_change, rewards=task.name)
@@ -177,6 +171,16 @@ def train(
             run.report(step, metrics, sum(one.num_sampled for one in episodes_of(groups)))
     note_if_nothing_was_learned(run, on_note)
     return run.result(PICTURE)
+
+
+def check_columns(columns: set[str], task: Task, config: RlConfig) -> None:
+    """Refuse what asks for a field that no prompt has."""
+    task.check(columns)
+    if config.reward_by and config.reward_by not in columns:
+        raise ConfigError(
+            f"reward_by: no prompt has a field '{config.reward_by}'; they have "
+            f"{', '.join(sorted(columns)) or 'none'}."
+        )
 
 
 def player_of(config: RlConfig, task: Task, renderer: Renderer) -> Player:
