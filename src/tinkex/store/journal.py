@@ -241,8 +241,7 @@ class Journal(StoredNoun):
     def _count_results(self, connection: Connection, ends: Sequence[Ended]) -> None:
         """Count results that are about to be written, instead of those that they replace."""
         sizes = {end.request_id: len(end.result or b"") for end in ends}
-        columns = (_table.c.request_id, _table.c.user_id, func.length(_table.c.result))
-        rows = connection.execute(select(*columns).where(_table.c.request_id.in_(sizes)))
+        rows = connection.execute(_RESULT_SIZES, {"ids": list(sizes)})
         before = {request_id: (user_id, size or 0) for request_id, user_id, size in rows}
         for request_id, size in sizes.items():
             # The row of a run that was deleted is gone; what was reserved for it ends all the same.
@@ -278,10 +277,13 @@ def _insert(connection: Connection, rows: list[dict[str, Any]]) -> set[str]:
     if connection.dialect.name == "postgresql":
         # With RETURNING many rows travel in one statement: three times as fast as one by one.
         return set(connection.execute(statement.returning(_table.c.request_id), rows).scalars())
-    with connection.begin_nested() as point:
-        if connection.execute(statement, rows).rowcount == len(rows):
-            return {row["request_id"] for row in rows}
-        point.rollback()  # some were there: one by one says which
+    # As plain text: `begin_nested` takes four times as long as the insert of a row.
+    connection.exec_driver_sql("SAVEPOINT rows")
+    are_new = connection.execute(statement, rows).rowcount == len(rows)
+    connection.exec_driver_sql("RELEASE rows" if are_new else "ROLLBACK TO rows")
+    if are_new:
+        return {row["request_id"] for row in rows}
+    # Some were there: one by one says which.
     # As lists of one: of a single row SQLAlchemy does not keep the count.
     return {row["request_id"] for row in rows if connection.execute(statement, [row]).rowcount}
 
@@ -359,6 +361,9 @@ def _end_row(end: Ended, drop_result_at: float) -> dict[str, Any]:
     }
 
 
+_RESULT_SIZES = select(_table.c.request_id, _table.c.user_id, func.length(_table.c.result)).where(
+    _table.c.request_id.in_(bindparam("ids", expanding=True))
+)
 _FETCHED = (
     update(_table)
     .where(_table.c.request_id == bindparam("id"))
