@@ -166,7 +166,7 @@ def test_ctrl_c_twice_says_how_far_it_is_saved(cli, data, monkeypatch, steps):
     if steps == 0:
         assert "Stopped before the first checkpoint. The same command starts again." in ran.err
         return
-    assert "Stopped at once; the first 2 steps are saved." in ran.err
+    assert "Stopped at once. The first 2 steps are saved." in ran.err
     assert "Resume with: tinkex train resume log" in ran.err
     assert cli("run", "info", "log", "--json").json["state"] == "stopped"
 

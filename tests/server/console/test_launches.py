@@ -175,7 +175,7 @@ async def test_commands_are_bounded_stopped_and_end_with_the_console(
     with pytest.raises(ApiError, match="2 commands run already"):
         await launcher.start(["version"], "")
     for launch in (first, second):
-        await soon(lambda one=launch: b"base_url" in one.output, launch.told)
+        await soon(lambda one=launch: b"base_url" in one.output, launch.facts)
     launcher.stop(first)
     await asyncio.wait_for(first.process.wait(), PATIENCE_S)
     assert first.status in ("finished", "stopped")
@@ -197,7 +197,7 @@ async def test_a_console_ends_though_a_command_left_a_program_behind(
     monkeypatch.setattr(launchers, "_PROGRAM", (sys.executable, "-c", away))
     launcher = Launcher(tmp_path, {}, needs_token=True)
     launch = await launcher.start([], "")
-    await soon(lambda: launch.output.endswith(b"\n"), launch.told)
+    await soon(lambda: launch.output.endswith(b"\n"), launch.facts)
     # Not `wait`: on some Pythons that waits for the end of the pipe.
     await soon(lambda: launch.process.returncode is not None)
     await asyncio.wait_for(launcher.close(), PATIENCE_S)
