@@ -14,11 +14,11 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from tinkex.contract.run_folder import CHECKPOINTS_FILE, COMMAND_FILE
 from tinkex.errors import ConfigError
 from tinkex.runs import json_lines
 from tinkex.wire.local_servers import read_record, state_folder
 
-COMMAND_FILE = "command.json"
 _SECRET_FILE = "commands.key"
 _SIGNATURE = "signature"
 
@@ -26,7 +26,7 @@ _SIGNATURE = "signature"
 def keep(folder: Path, started: dict[str, Any]) -> None:
     """Write how a run was started into its folder; the first command counts."""
     file = folder / COMMAND_FILE
-    if not file.exists() or not (folder / "checkpoints.jsonl").exists():
+    if not file.exists() or not (folder / CHECKPOINTS_FILE).exists():
         folder.mkdir(parents=True, exist_ok=True)
         signed = {**started, _SIGNATURE: _signature(started)}
         json_lines.write_whole(file, [json.dumps(signed, indent=2), "\n"])

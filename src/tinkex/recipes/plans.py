@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkex.contract.run_folder import CHECKPOINTS_FILE
 from tinkex.recipes import distill, dpo, rl, sft
 from tinkex.recipes.batches import Rows, batch_at
 from tinkex.recipes.data import load_conversations, load_preferences, load_prompts
@@ -23,6 +24,7 @@ from tinkex.recipes.options import RunOptions
 from tinkex.recipes.render import Rendered, Renderer
 from tinkex.recipes.rewards import Rewards
 from tinkex.runs import json_lines
+from tinkex.types.account.checkpoints import is_tinker_path
 
 if TYPE_CHECKING:
     from tinkex import ServiceClient
@@ -98,7 +100,7 @@ class Plan:
 
 def _begin(config: RunOptions, service: ServiceClient) -> tuple[Plan, Renderer]:
     """The plan of a run without its work, and what renders its rows."""
-    saved = list(json_lines.read(Path(config.log_dir) / "checkpoints.jsonl"))
+    saved = list(json_lines.read(Path(config.log_dir) / CHECKPOINTS_FILE))
     origin = saved[-1]["state_path"] if saved else config.model
     base_model, rank = _base_of(service, origin)
     start = int(saved[-1]["step"]) if saved else 0
@@ -109,7 +111,7 @@ def _begin(config: RunOptions, service: ServiceClient) -> tuple[Plan, Renderer]:
 
 def _base_of(service: ServiceClient, model: str) -> tuple[str, int | None]:
     """The base model of a name or a checkpoint, and the rank of the checkpoint."""
-    if not model.startswith("tinker://"):
+    if not is_tinker_path(model):
         return model, None
     info = service.create_rest_client().get_weights_info_by_tinker_path(model).result()
     return info.base_model, info.lora_rank

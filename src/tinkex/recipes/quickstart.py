@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinkex.contract.models import DEFAULT_MODEL
+from tinkex.contract.run_folder import METRICS_FILE
 from tinkex.recipes.hooks import OnNote, OnStep
 from tinkex.recipes.loop import Result, check_here, open_log
 from tinkex.recipes.persona import QUESTIONS_TO_SHOW, rows
@@ -117,5 +118,5 @@ def ask(sampler: SamplingClient, questions: Sequence[str], max_tokens: int = 40)
 
 
 def _held_out_losses(folder: Path) -> list[float]:
-    records = json_lines.read(folder / "metrics.jsonl")
+    records = json_lines.read(folder / METRICS_FILE)
     return [record["held_out_loss"] for record in records if "held_out_loss" in record]

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from tinkex.chat.detokenizer import pieces_of
+from tinkex.contract.run_folder import ROLLOUTS_FILE
 from tinkex.recipes.render import Renderer
 from tinkex.runs import json_lines
 
-__all__ = ["FILE_NAME", "MAX_BYTES", "Rollout", "RolloutLog"]
+__all__ = ["MAX_BYTES", "Rollout", "RolloutLog"]
 
 logger = logging.getLogger(__name__)
-FILE_NAME = "rollouts.jsonl"
 MAX_BYTES = 256 * 1024 * 1024
 """Most bytes of one run's file. Later answers are not written, and a warning says so."""
 
@@ -75,7 +75,7 @@ class RolloutLog:
     def __init__(
         self, folder: str | Path, *, start_step: int = 0, max_bytes: int = MAX_BYTES
     ) -> None:
-        self.file = Path(folder) / FILE_NAME
+        self.file = Path(folder) / ROLLOUTS_FILE
         self._max_bytes = max_bytes
         self._is_full = False
         json_lines.keep(self.file, lambda line: line.get("step", 0) < start_step)

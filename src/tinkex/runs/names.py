@@ -1,7 +1,7 @@
 """The names of runs: `pirate` for the folder a recipe wrote, and where its weights are.
 
 Names live in one file of the state folder. A run can also be called by its folder. Knows the files
-of `run_log`, nothing of servers: a checkpoint it names may be gone there.
+of the folder, nothing of servers: a checkpoint it names may be gone there.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tinkex.contract.run_folder import CHECKPOINTS_FILE, CONFIG_FILE, METRICS_FILE, SERVER_FILE
 from tinkex.errors import ConfigError, ModelNotFoundError
 from tinkex.runs import json_lines
-from tinkex.runs.run_log import SERVER_FILE
 from tinkex.wire.local_servers import RUN_NAMES, read_record, state_folder
 
 __all__ = ["NamedRun", "find", "find_path", "forget", "known", "remember"]
@@ -127,13 +127,13 @@ def _names() -> dict[str, str]:
 
 def _read(folder: Path, name: str) -> NamedRun | None:
     try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
+        config = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
     except (OSError, ValueError):
         return None
     if not isinstance(config, dict) or "log_dir" not in config:
         return None  # a model's folder has a config.json, too
     server = read_record(folder / SERVER_FILE)
-    saved, metrics = _last(folder / "checkpoints.jsonl"), _last(folder / "metrics.jsonl", "loss")
+    saved, metrics = _last(folder / CHECKPOINTS_FILE), _last(folder / METRICS_FILE, "loss")
     return NamedRun(
         name=name,
         folder=folder,

@@ -16,11 +16,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tinkex.contract.run_folder import (
+    CHECKPOINTS_FILE,
+    CONFIG_FILE,
+    FINISHED_FILE,
+    METRICS_FILE,
+    SERVER_FILE,
+)
 from tinkex.errors import ConfigError
 from tinkex.runs import json_lines
 from tinkex.wire.local_servers import private_data_folder
-
-SERVER_FILE = "server.json"
 
 __all__ = ["RunLog", "SavedStep", "Tracker", "make_trackers"]
 
@@ -72,11 +77,11 @@ class RunLog:
 
     @property
     def metrics_file(self) -> Path:
-        return self.folder / "metrics.jsonl"
+        return self.folder / METRICS_FILE
 
     @property
     def checkpoints_file(self) -> Path:
-        return self.folder / "checkpoints.jsonl"
+        return self.folder / CHECKPOINTS_FILE
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         json_lines.append(
@@ -103,7 +108,7 @@ class RunLog:
     def ended(self, end: Mapping[str, Any]) -> None:
         """Note that nothing is left to do, so that the same call again does nothing."""
         record = {"config": self._config, "end": dict(end)}
-        json_lines.write_whole(self.folder / "finished.json", [json.dumps(record, indent=2), "\n"])
+        json_lines.write_whole(self.folder / FINISHED_FILE, [json.dumps(record, indent=2), "\n"])
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return list(json_lines.read(self.metrics_file))
@@ -113,7 +118,7 @@ class RunLog:
             tracker.close()
 
     def _check_config(self, config: dict[str, Any], may_change: frozenset[str]) -> None:
-        file = self.folder / "config.json"
+        file = self.folder / CONFIG_FILE
         self._config = json.loads(json.dumps(config))
         # A run that failed before its first step left nothing that other settings could spoil.
         if file.exists() and (self.metrics_file.exists() or self.checkpoints_file.exists()):
@@ -144,7 +149,7 @@ class RunLog:
 
     def _read_end(self) -> dict[str, Any] | None:
         try:
-            record = json.loads((self.folder / "finished.json").read_text(encoding="utf-8"))
+            record = json.loads((self.folder / FINISHED_FILE).read_text(encoding="utf-8"))
             end: dict[str, Any] = record["end"]
             is_same = {**self._defaults, **record["config"]} == self._config
             is_last = self.last is not None and end["step"] == self.last.step

@@ -17,6 +17,7 @@ import click
 from tinkex.cli.messages import program
 from tinkex.cli.progress import stderr_console, steps, waiting
 from tinkex.cli.state import Leaf, State, pass_state
+from tinkex.contract.run_folder import CHECKPOINTS_FILE, CONFIG_FILE
 
 if TYPE_CHECKING:
     from tinkex.recipes.quickstart import QuickstartResult
@@ -84,7 +85,7 @@ def _fetch_model() -> None:
 
 def _remove(folder: Path) -> None:
     """Only what the quickstart made: a folder of the user's own is not ours to delete."""
-    if not (folder / "config.json").is_file() or not (folder / "data.jsonl").is_file():
+    if not (folder / CONFIG_FILE).is_file() or not (folder / "data.jsonl").is_file():
         raise click.ClickException(f"{folder} is not a quickstart folder; remove it yourself.")
     shutil.rmtree(folder)
 
@@ -93,7 +94,7 @@ def _say_how_to_resume(state: State, folder: Path) -> None:
     option = "" if folder == Path("quickstart") else f" --folder {folder}"
     stopped = (
         "Stopped; the training so far is saved. Resume"
-        if (folder / "checkpoints.jsonl").is_file()
+        if (folder / CHECKPOINTS_FILE).is_file()
         else "Stopped before the first checkpoint. Start again"
     )
     state.note(f"\n{stopped}: {program()} quickstart{option}")

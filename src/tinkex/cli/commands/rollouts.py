@@ -16,6 +16,7 @@ from tinkex.cli.arguments import near_runs
 from tinkex.cli.completions import complete_run
 from tinkex.cli.names import run_here
 from tinkex.cli.state import Leaf, State, pass_state
+from tinkex.contract.run_folder import ROLLOUTS_FILE
 from tinkex.runs import json_lines
 
 
@@ -39,19 +40,17 @@ def rollouts(
     limit: int,
 ) -> None:
     """Show the answers that were sampled in training. RUN is the run's name or its log folder."""
-    from tinkex.recipes.rollouts import FILE_NAME
-
     if best and worst:
         raise click.UsageError("--best and --worst exclude each other.")
-    known_run = None if (run / FILE_NAME).is_file() else run_here(state, str(run))
-    file = (known_run.folder if known_run else run) / FILE_NAME
+    known_run = None if (run / ROLLOUTS_FILE).is_file() else run_here(state, str(run))
+    file = (known_run.folder if known_run else run) / ROLLOUTS_FILE
     if not file.is_file():
         if known_run is None:
             raise click.ClickException(
                 f"'{run}' is neither the name nor the folder of a run.{near_runs(str(run))}"
             )
         raise click.ClickException(
-            f"The run in {known_run.folder} kept no answers: it has no {FILE_NAME}. DPO writes "
+            f"The run in {known_run.folder} kept no answers: it has no {ROLLOUTS_FILE}. DPO writes "
             "none, SFT none with --samples 0."
         )
     if step is not None and step < 0:

@@ -26,6 +26,7 @@ from tinkex.cli.output import properties
 from tinkex.cli.progress import RESULTS, label, steps
 from tinkex.cli.reward_files import load_reward
 from tinkex.cli.state import Noun, State, pass_state
+from tinkex.contract.run_folder import CONFIG_FILE, METRICS_FILE
 from tinkex.errors import ConfigError
 from tinkex.runs import json_lines
 from tinkex.runs.names import find
@@ -394,7 +395,7 @@ def resume(ctx: click.Context, state: State, run: str) -> None:
         )
     # Files that the command names are where they were from there.
     with contextlib.chdir(started["cwd"]):
-        settings = read_record(folder / "config.json")
+        settings = read_record(folder / CONFIG_FILE)
         log_dir = str(settings.get("log_dir", ""))
         if Path(log_dir).resolve() != folder:
             log_dir = str(folder)  # the folder was moved
@@ -483,7 +484,7 @@ def _draw(state: State, folder: Path) -> None:
     """The curve that matters most, in characters, on stderr."""
     from tinkex.runs.plots import terminal_plot
 
-    records = list(json_lines.read(folder / "metrics.jsonl"))
+    records = list(json_lines.read(folder / METRICS_FILE))
     for name in ("reward", "kl", "loss"):
         if drawn := terminal_plot(records, name, label(name)):
             state.note(f"\n{drawn}\n")

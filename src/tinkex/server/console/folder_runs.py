@@ -21,8 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinkex.contract.run_folder import (
+    CHECKPOINTS_FILE,
+    COMMAND_FILE,
+    CONFIG_FILE,
+    FINISHED_FILE,
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+)
 from tinkex.server.console.colors import color_of
-from tinkex.server.console.resumption import COMMAND, FINISHED, ROLLOUTS
 from tinkex.server.console.settings_view import flat
 from tinkex.server.console.source import Query, Source, age, copied, number_in, resume
 from tinkex.server.console.sparks import spark
@@ -31,7 +38,6 @@ from tinkex.server.runs.curves import MAX_CURVES, Curve, most_points
 from tinkex.store import User
 from tinkex.types.fields.bounds import storable
 
-METRICS, CONFIG = "metrics.jsonl", "config.json"
 MAX_DEPTH = 4
 MAX_RUNS = 10_000
 MAX_LINE = 4_000_000
@@ -99,7 +105,7 @@ class Folder:
 
     @classmethod
     def at(cls, path: Path) -> Folder:
-        return cls(path, Lines(path / METRICS), Lines(path / ROLLOUTS))
+        return cls(path, Lines(path / METRICS_FILE), Lines(path / ROLLOUTS_FILE))
 
     def look(self) -> dict[str, Curve]:
         """Read what was added; gives curves that no later look changes. Blocks."""
@@ -185,7 +191,7 @@ class FolderRuns(Source):
         chosen = [
             (run_id, path, moment)
             for run_id, path in self._found.items()
-            if (moment := _written_at(path / METRICS)) is not None
+            if (moment := _written_at(path / METRICS_FILE)) is not None
             and self._fits(query, path, models[run_id], moment)
         ]
         chosen.sort(key=lambda one: one[2], reverse=query.sort != "oldest")
@@ -213,12 +219,12 @@ class FolderRuns(Source):
 
     def _model_of(self, path: Path) -> str:
         """The base model of a folder; its config is read again only when it was written again."""
-        moment = _written_at(path / CONFIG)
+        moment = _written_at(path / CONFIG_FILE)
         if moment is None:
             return ""
         known = self._models.get(path)
         if known is None or known[0] != moment:
-            known = moment, str(_first(_json_file(path / CONFIG), _MODELS))[:200]
+            known = moment, str(_first(_json_file(path / CONFIG_FILE), _MODELS))[:200]
             self._models[path] = known
         return known[1]
 
@@ -246,8 +252,8 @@ class FolderRuns(Source):
         }
 
     def _head(self, run_id: str, folder: Folder) -> dict[str, Any]:
-        config = _json_file(folder.path / CONFIG)
-        written = (folder.path / METRICS).stat().st_mtime
+        config = _json_file(folder.path / CONFIG_FILE)
+        written = (folder.path / METRICS_FILE).stat().st_mtime
         status = _status(folder.path, written)
         return {
             "run_id": run_id,
@@ -277,7 +283,7 @@ class FolderRuns(Source):
 
     def _run(self, run_id: str) -> dict[str, Any]:
         folder = self._folder(run_id)
-        file = folder.path / "checkpoints.jsonl"
+        file = folder.path / CHECKPOINTS_FILE
         saved = [line for _, line in Lines(file).new()] if file.is_file() else []
         paths = [line for line in saved if isinstance(line.get("state_path"), str)]
         return {
@@ -322,14 +328,16 @@ class FolderRuns(Source):
         for folder, folders, files in os.walk(self._root):
             path = Path(folder)
             # A file: a link to nowhere has a name too, and a pipe would be waited for.
-            if METRICS in files and (path / METRICS).is_file():
+            if METRICS_FILE in files and (path / METRICS_FILE).is_file():
                 found[self._id(path)] = path
             if len(path.relative_to(self._root).parts) >= MAX_DEPTH:
                 folders.clear()
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             if len(found) >= MAX_RUNS:
                 break
-        names = {path: name for name, path in self._named().items() if (path / METRICS).is_file()}
+        names = {
+            path: name for name, path in self._named().items() if (path / METRICS_FILE).is_file()
+        }
         self._names = names
         self._found = {**found, **{self._id(path): path for path in names}}
 
@@ -341,7 +349,7 @@ class FolderRuns(Source):
         if run_id not in self._found:
             self._look()
         path = self._found.get(run_id)
-        if path is None or not (path / METRICS).is_file():
+        if path is None or not (path / METRICS_FILE).is_file():
             raise ApiError(404, f"No run {run_id[:80]!r} in {self._root}.")
         folder = self._open.setdefault(run_id, Folder.at(path))
         self._open.move_to_end(run_id)
@@ -351,17 +359,17 @@ class FolderRuns(Source):
 
 
 def _settings(folder: Folder) -> dict[str, Any]:
-    settings = dict(flat(_json_file(folder.path / CONFIG)))
+    settings = dict(flat(_json_file(folder.path / CONFIG_FILE)))
     return {"settings": settings, "tells_settings": bool(settings)}
 
 
 def _status(path: Path, written_at: float) -> str:
     """In the words of a server's runs. Only folders of `tinkex train` say whether they ended."""
-    if (_written_at(path / FINISHED) or 0.0) >= written_at:
+    if (_written_at(path / FINISHED_FILE) or 0.0) >= written_at:
         return "finished"
     if time.time() - written_at < FRESH_S:
         return "running"
-    return "stopped" if (path / COMMAND).is_file() else "finished"
+    return "stopped" if (path / COMMAND_FILE).is_file() else "finished"
 
 
 def _checkpoint(path: str, step: Any) -> dict[str, Any]:

@@ -13,11 +13,15 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tinkex.contract.run_folder import (
+    CHECKPOINTS_FILE,
+    COMMAND_FILE,
+    FINISHED_FILE,
+    ROLLOUTS_FILE,
+)
 from tinkex.types.account.checkpoints import TinkerPath
 from tinkex.wire.local_servers import RUN_NAMES, read_record, state_folder
 
-COMMAND, CHECKPOINTS, FINISHED = "command.json", "checkpoints.jsonl", "finished.json"
-ROLLOUTS = "rollouts.jsonl"
 MAX_TAIL = 64 * 1024
 """Of a file of checkpoints only its end is read."""
 
@@ -42,7 +46,7 @@ def folder_of_run(log_dir: object, run_ids: Collection[str], base: Path) -> Path
 def rollouts_of_run(log_dir: object, run_ids: Collection[str], base: Path) -> Path | None:
     """The log folder that has the answers of a server's run, or None; arguments as above."""
     folders = _folders_of_run(log_dir, run_ids, base)
-    return next((folder for folder in folders if _is_safe(folder / ROLLOUTS)), None)
+    return next((folder for folder in folders if _is_safe(folder / ROLLOUTS_FILE)), None)
 
 
 def _folders_of_run(log_dir: object, run_ids: Collection[str], base: Path) -> Iterator[Path]:
@@ -61,10 +65,10 @@ def named_folders() -> dict[str, Path]:
 
 def is_resumable(folder: Path) -> bool:
     """Whether the folder says how its run was started, has a checkpoint, and is not at its end."""
-    if not (_is_safe(folder) and _is_safe(folder / COMMAND)):
+    if not (_is_safe(folder) and _is_safe(folder / COMMAND_FILE)):
         return False
     step = _last_checkpoint(folder).get("step")
-    end = read_record(folder / FINISHED).get("end")
+    end = read_record(folder / FINISHED_FILE).get("end")
     return step is not None and not (isinstance(end, dict) and end.get("step") == step)
 
 
@@ -87,7 +91,7 @@ def _is_safe(path: Path) -> bool:
 
 def _last_checkpoint(folder: Path) -> Mapping[str, Any]:
     try:
-        with (folder / CHECKPOINTS).open("rb") as file:
+        with (folder / CHECKPOINTS_FILE).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_TAIL))
             last = json.loads(file.read().splitlines()[-1])
     except (OSError, ValueError, IndexError, RecursionError):
