@@ -1,4 +1,4 @@
-"""Write a folder so that it is there whole or not at all."""
+"""The folder of a checkpoint: names of its files, and how it is there whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 
 from tinkex.errors import InvalidInputError
 
-MANIFESTS = ("tinkex.json", "manifest.json")
-"""Of the engine, and of the toy."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of an adapter, as PEFT names them."""
+MANIFEST, TOY_MANIFEST = "tinkex.json", "manifest.json"
+MANIFESTS = (MANIFEST, TOY_MANIFEST)
 DIGEST = "content_sha256"
 """The field of a manifest with the digest of the weights, as they were when they were written."""
 

@@ -11,12 +11,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tinkex.engine.folders import CONFIG, MANIFEST
 from tinkex.engine.model.base_model import ModelSource, resolve
 from tinkex.errors import ModelNotFoundError
 
 __all__ = ["name_base", "trained_on"]
-
-_CONFIG, _MANIFEST = "adapter_config.json", "tinkex.json"
 
 
 def name_base(adapter: Path) -> Path | None:
@@ -24,7 +23,7 @@ def name_base(adapter: Path) -> Path | None:
 
     None: the base is not on this machine, and the adapter goes on naming it as it did.
     """
-    config = _read(adapter / _CONFIG)
+    config = _read(adapter / CONFIG)
     name = str(config.get("base_model_name_or_path", ""))
     try:
         source = resolve(name, allow_fetch=False)
@@ -32,15 +31,15 @@ def name_base(adapter: Path) -> Path | None:
         return None
     folder = source.path.absolute()
     if _is_only_here(source):
-        _write(adapter / _CONFIG, {**config, "base_model_name_or_path": str(folder)})
-        manifest = _read(adapter / _MANIFEST)
-        _write(adapter / _MANIFEST, {**manifest, "base_model": name})
+        _write(adapter / CONFIG, {**config, "base_model_name_or_path": str(folder)})
+        manifest = _read(adapter / MANIFEST)
+        _write(adapter / MANIFEST, {**manifest, "base_model": name})
     return folder
 
 
 def trained_on(adapter: Path) -> str | None:
     """The server's name of the base of an adapter that was exported by us."""
-    name = _read(adapter / _MANIFEST).get("base_model")
+    name = _read(adapter / MANIFEST).get("base_model")
     return name if isinstance(name, str) and name else None
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinkex.engine.folders import CONFIG, MANIFEST, WEIGHTS
 from tinkex.engine.lora.patterns import ModulePatterns
 from tinkex.errors import InvalidInputError, NotSupportedError
 
@@ -66,7 +67,7 @@ def merge_adapter(
     adapter, output = Path(adapter), Path(output)
     if output.exists() and any(output.iterdir()):
         raise InvalidInputError(f"{output} exists and is not empty. Name another folder.")
-    config = _read_json(adapter / "adapter_config.json")
+    config = _read_json(adapter / CONFIG)
     _check(config)
     model = resolve(str(base or config["base_model_name_or_path"]))
     source = Path(model.path)
@@ -75,7 +76,7 @@ def merge_adapter(
             f"{source} is not a folder with safetensors; merging needs the base as such a folder."
         )
     deltas = _Deltas(adapter, config, _model_type(source))
-    manifest = adapter / "tinkex.json"
+    manifest = adapter / MANIFEST
     if manifest.is_file():
         # Adapters of ours name the weights they were trained on; a foreign one says nothing.
         trained_on = Base(model.name, fingerprint(model), any_base)
@@ -105,7 +106,7 @@ class _Deltas:
         self._alphas = ModulePatterns(config.get("alpha_pattern"), field="alpha_pattern")
         pairs: dict[str, dict[str, torch.Tensor]] = {}
         self._used: set[str] = set()
-        for name, tensor in load_file(folder / "adapter_model.safetensors").items():
+        for name, tensor in load_file(folder / WEIGHTS).items():
             module, _, rest = name.removeprefix(_PREFIX).partition(".lora_")
             if rest not in ("A.weight", "B.weight"):
                 raise NotSupportedError(

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tinkex.engine.folders import WEIGHTS
 from tinkex.errors import InvalidInputError
 
 __all__ = ["stack_experts"]
-
-_FILE = "adapter_model.safetensors"
 
 
 def stack_experts(folder: str | Path) -> int:
@@ -22,7 +21,7 @@ def stack_experts(folder: str | Path) -> int:
     from tinkex.engine.checkpoint.reader import renew_digest
     from tinkex.engine.lora.foreign_names import stacked
 
-    path = Path(folder) / _FILE
+    path = Path(folder) / WEIGHTS
     pairs: dict[str, dict[str, object]] = {}
     for name, tensor in load_file(path).items():
         module, _, rest = name.partition(".lora_")

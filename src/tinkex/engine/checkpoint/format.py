@@ -20,11 +20,11 @@ from typing import Any
 
 from torch import Tensor
 
+from tinkex.engine.folders import CONFIG
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.errors import InvalidInputError
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-OPTIMIZER, GRADIENTS, MANIFEST = "optimizer.safetensors", "gradients.safetensors", "tinkex.json"
+OPTIMIZER, GRADIENTS = "optimizer.safetensors", "gradients.safetensors"
 PREFIX = "base_model.model."
 """PEFT's, in front of the names of weights."""
 STRETCH = 8 << 20

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinkex.engine.checkpoint.format import CONFIG
+from tinkex.engine.folders import CONFIG
 from tinkex.engine.lora.adapter import Adapter, LoraPart, Target
 from tinkex.errors import InvalidInputError, NotSupportedError
 

@@ -20,19 +20,16 @@ from torch import Tensor
 from tinkex.contract.models import MAX_RANK
 from tinkex.contract.optimizers import find_optimizer
 from tinkex.engine.checkpoint.format import (
-    CONFIG,
     GRADIENTS,
-    MANIFEST,
     OPTIMIZER,
     STRETCH,
     THREADS,
-    WEIGHTS,
     by_module,
     shard_ending,
     start_digest,
 )
 from tinkex.engine.checkpoint.peft_config import alpha_of, check_peft_config, scale_of
-from tinkex.engine.folders import DIGEST
+from tinkex.engine.folders import CONFIG, DIGEST, MANIFEST, WEIGHTS
 from tinkex.engine.jobs import LoraSpec
 from tinkex.engine.lora.adapter import Adapter, ModuleInit, Target, build_adapter
 from tinkex.engine.lora.foreign_names import our_modules

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tinkex.engine.folders import WEIGHTS
 from tinkex.engine.lora.adapter import Adapter
 from tinkex.engine.numerics.ops import Ops
 
@@ -90,7 +91,7 @@ def snapshot_room(ops: Ops) -> int:
 def version_of(folder: str) -> str | None:
     """Changes when a folder is written anew; None when it is not on this disk."""
     try:
-        stat = (Path(folder) / "adapter_model.safetensors").stat()
+        stat = (Path(folder) / WEIGHTS).stat()
     except OSError:
         return None
     return f"{stat.st_ino}:{stat.st_mtime_ns}"

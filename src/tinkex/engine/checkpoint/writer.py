@@ -18,20 +18,17 @@ import torch
 from torch import Tensor
 
 from tinkex.engine.checkpoint.format import (
-    CONFIG,
     GRADIENTS,
-    MANIFEST,
     OPTIMIZER,
     PREFIX,
     STRETCH,
     THREADS,
-    WEIGHTS,
     by_module,
     shard_ending,
     start_digest,
 )
 from tinkex.engine.checkpoint.peft_config import peft_config
-from tinkex.engine.folders import DIGEST, write_whole
+from tinkex.engine.folders import CONFIG, DIGEST, MANIFEST, WEIGHTS, write_whole
 from tinkex.engine.lora.adapter import Adapter, Target
 from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.numerics.ops import Ops

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tinkex.engine.folders import CONFIG, TOY_MANIFEST, WEIGHTS
 from tinkex.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ _TORCH = EngineKind(
     loads_models=True,
     custom_losses=True,
     splits_exactly=False,
-    adapter_files=("adapter_config.json", "adapter_model.safetensors"),
+    adapter_files=(CONFIG, WEIGHTS),
     note="loaded when first used",
 )
 _TOY = EngineKind(
@@ -135,7 +136,7 @@ _TOY = EngineKind(
     loads_models=False,
     custom_losses=False,
     splits_exactly=True,
-    adapter_files=("adapter_config.json", "adapter_model.npz", "manifest.json"),
+    adapter_files=(CONFIG, "adapter_model.npz", TOY_MANIFEST),
     note="toy engine: for tests, its answers mean nothing",
 )
 ENGINES = {kind.name: kind for kind in (_TORCH, _TOY)}

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinkex.engine import jobs
-from tinkex.engine.folders import DIGEST, write_whole
+from tinkex.engine.folders import CONFIG, DIGEST, TOY_MANIFEST, write_whole
 from tinkex.engine.toy.model import ToyAdapter, pack_gradients
 from tinkex.errors import InvalidInputError, ModelNotFoundError
 
-MANIFEST, BALLAST = "manifest.json", "ballast.bin"
+BALLAST = "ballast.bin"
 ARRAYS = "adapter_model.npz"
 
 
@@ -47,7 +47,7 @@ def capture(
         "has_optimizer": job.with_optimizer,
         "has_gradients": job.with_gradients,
     }
-    return arrays, {"adapter_config.json": config, MANIFEST: manifest}
+    return arrays, {CONFIG: config, TOY_MANIFEST: manifest}
 
 
 def content_of(arrays: Mapping[str, NDArray[Any]]) -> str:
@@ -74,8 +74,8 @@ def write(
 
 
 def read(folder: Path, *, vocab_size: int, with_optimizer: bool, has_ballast: bool) -> ToyAdapter:
-    if not (folder / MANIFEST).is_file():
-        raise ModelNotFoundError(f"{folder.name} is no checkpoint: {MANIFEST} is missing")
+    if not (folder / TOY_MANIFEST).is_file():
+        raise ModelNotFoundError(f"{folder.name} is no checkpoint: {TOY_MANIFEST} is missing")
     try:
         adapter = _read(folder, vocab_size=vocab_size, with_optimizer=with_optimizer)
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, BadZipFile) as exc:
@@ -92,7 +92,7 @@ def read(folder: Path, *, vocab_size: int, with_optimizer: bool, has_ballast: bo
 
 
 def _read(folder: Path, *, vocab_size: int, with_optimizer: bool) -> ToyAdapter:
-    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest = json.loads((folder / TOY_MANIFEST).read_text())
     if with_optimizer and not manifest["has_optimizer"]:
         raise InvalidInputError(
             f"checkpoint {folder.name!r} holds no optimizer state; load it without, or save "

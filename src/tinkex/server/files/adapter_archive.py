@@ -16,12 +16,11 @@ from typing import Any, BinaryIO
 
 from tinkex.contract.cost import FILE
 from tinkex.contract.models import MAX_RANK
-from tinkex.engine.folders import DIGEST, MANIFESTS
+from tinkex.engine.folders import CONFIG, DIGEST, MANIFESTS, WEIGHTS
 from tinkex.errors import InvalidInputError
 from tinkex.server.files.tensor_file import check_adapter
 from tinkex.wire import tar
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1024 * 1024
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
@@ -68,7 +67,7 @@ def _checked(found: Iterable[tar.Found]) -> Iterator[tar.Found]:
                 f"the archive holds {member.name[:80]!r}; it may hold plain files without folders, "
                 "named by up to 200 letters, digits and any of _ . -, the first of them no . or -. "
                 "Use `tinkex import FOLDER`, which leaves others out, or name the files: tar -cf "
-                f"a.tar -C FOLDER {CONFIG} adapter_model.safetensors (COPYFILE_DISABLE=1 on a Mac)."
+                f"a.tar -C FOLDER {CONFIG} {WEIGHTS} (COPYFILE_DISABLE=1 on a Mac)."
             )
         yield member, data
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tinkex.engine.folders import DIGEST, MANIFESTS
+from tinkex.engine.folders import DIGEST, MANIFEST, MANIFESTS
 from tinkex.server.files.tensor_file import read_header
 
 MAX_JSON_BYTES = 64_000_000
@@ -57,7 +57,7 @@ def _digest_damage(folder: Path) -> str:
 def _content_of(folder: Path, manifest: str) -> str:
     """The digest of the weights as the engine that wrote them computes it."""
     # Imported here: neither numpy archives nor torch are needed for a quick look.
-    if manifest == MANIFESTS[0]:
+    if manifest == MANIFEST:
         from tinkex.engine.checkpoint.reader import content_of
 
         return content_of(folder)

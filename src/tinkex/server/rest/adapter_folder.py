@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkex.engine.folders import DIGEST
-from tinkex.server.files.adapter_archive import WEIGHTS
+from tinkex.engine.folders import DIGEST, WEIGHTS
 from tinkex.server.files.folders import folder_size
 from tinkex.server.runs import idle_run
 from tinkex.server.service.service import Service

@@ -16,8 +16,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from tinkex import types
+from tinkex.engine.folders import CONFIG
 from tinkex.errors import InvalidInputError
-from tinkex.server.files import adapter_archive
 from tinkex.server.files.disk_quota import OverQuotaError
 from tinkex.server.files.uploads import Upload
 from tinkex.server.guard.auth import USER_ID, CurrentUser
@@ -200,14 +200,12 @@ def _check_agreement(upload: Upload, config: dict[str, Any], service: Service) -
     for what, wanted, has in differ:
         if wanted != has:
             raise InvalidInputError(
-                f"the upload was started for {what}={wanted}, and {adapter_archive.CONFIG} has "
-                f"{what}={has}."
+                f"the upload was started for {what}={wanted}, and {CONFIG} has {what}={has}."
             )
     catalog = service.catalog
     if named in catalog.names and catalog.resolve(named) != catalog.resolve(upload.base_model):
         raise InvalidInputError(
-            f"the upload was started for {upload.base_model!r}, and {adapter_archive.CONFIG} names "
-            f"{named!r}."
+            f"the upload was started for {upload.base_model!r}, and {CONFIG} names {named!r}."
         )
 
 
