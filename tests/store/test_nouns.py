@@ -286,11 +286,12 @@ def test_a_trajectory_keeps_its_answers_in_order_and_apart_from_others(store: St
             created_at=time.time(),
         )
 
+    store.count_bytes()
     (first,) = store.trajectories.add([answer("ann", None)])
     (second,) = store.trajectories.add([answer("ann", first)])
     store.trajectories.add([answer("ben", None)])
     found = store.trajectories.of("ann", "t")
     assert [(a.answer_id, a.parent_id) for a in found] == [(first, None), (second, first)]
-    assert store.trajectories.size_of_user("ann") == 40
+    assert store.stored.of("ann")["trajectories"] == 40
     assert store.trajectories.remove("ann", "t") == 2
     assert store.trajectories.forget_before(time.time() + 1) == 1

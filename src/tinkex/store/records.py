@@ -51,10 +51,6 @@ class ApiKey:
     requests_per_minute: float = 0.0
     """A limit of its own beneath its user's; 0: none."""
 
-    @property
-    def is_admin(self) -> bool:
-        return self.role == "admin"
-
 
 BudgetScope = Literal["user", "key", "run"]
 BudgetUnit = Literal["tokens", "device_seconds", "money"]
@@ -369,6 +365,11 @@ class TrajectoryAnswer:
     snapshot: str
     """The immutable folder that was sampled from; empty for a base model."""
     created_at: float
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that count as stored: those of the arrays."""
+        return len(self.prompt_tokens) + len(self.tokens) + len(self.logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,9 +49,12 @@ def _rows(user_id: Any, run_id: Any, num_bytes: Any) -> Select[Any]:
 
 _marks, _states, _samplers = schema.checkpoints, schema.snapshots, schema.sampling_sessions
 _journal, _losses, _answers = schema.journal, schema.custom_losses, schema.trajectory_answers
-ANSWER_COLUMNS = (_answers.c.prompt_tokens, _answers.c.tokens, _answers.c.logprobs)
-"""Of a recorded answer, those whose bytes count."""
-ANSWER_BYTES = sum(map(func.length, ANSWER_COLUMNS[1:]), func.length(ANSWER_COLUMNS[0]))
+ANSWER_BYTES = (
+    func.length(_answers.c.prompt_tokens)
+    + func.length(_answers.c.tokens)
+    + func.length(_answers.c.logprobs)
+)
+"""As `TrajectoryAnswer.num_bytes` counts them."""
 
 _DECLARED = (
     StoredKind(

@@ -1,7 +1,7 @@
 """The exact tokens of conversations: what a model was given, what it made, and in which order.
 
 An answer names its parent, so the answers of a trajectory form trees; every leaf is one sequence.
-Bounded twice: by age, and by bytes of one user, where the oldest go first.
+Old answers go. How much a trajectory and a user may have is judged before answers are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, se
 from tinkex.store import schema
 from tinkex.store.noun import StoredNoun, row_of
 from tinkex.store.records import TrajectoryAnswer
-from tinkex.store.stored_bytes import ANSWER_BYTES, ANSWER_COLUMNS
+from tinkex.store.stored_bytes import ANSWER_BYTES
 
 _table = schema.trajectory_answers
 _NUM_BYTES = func.coalesce(func.sum(ANSWER_BYTES), 0)
@@ -32,11 +32,10 @@ class Trajectories(StoredNoun):
 
         def write(connection: Connection) -> list[int]:
             numbers = []
-            for row in rows:
+            for row, answer in zip(rows, answers, strict=True):
                 statement = insert(_table).values(row).returning(_table.c.answer_id)
                 numbers.append(int(connection.execute(statement).scalar_one()))
-                size = sum(len(row[column.name]) for column in ANSWER_COLUMNS)
-                self._stored.add(row["user_id"], "trajectories", size)
+                self._stored.add(answer.user_id, "trajectories", answer.num_bytes)
             return numbers
 
         return self._writer.run(write)
@@ -55,11 +54,6 @@ class Trajectories(StoredNoun):
         query = select(func.count(), _NUM_BYTES).where(_is_of(user_id, trajectory_id))
         [(num_answers, size)] = self._rows(query)
         return int(num_answers), int(size)
-
-    def size_of_user(self, user_id: str) -> int:
-        """Bytes of tokens and logprobs that a user has stored."""
-        [size] = self._scalars(select(_NUM_BYTES).where(_table.c.user_id == user_id))
-        return int(size)
 
     def forget_before(self, created_before: float) -> int:
         return self._remove(_table.c.created_at < created_before)

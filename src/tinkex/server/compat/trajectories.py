@@ -71,7 +71,7 @@ class TrajectoryRecorder:
         kept, trajectory_id = self._store.trajectories, check_id(asked.trajectory)
         self._shelf.disk_quota.require(user.user_id)
         num_answers, size = await self._store.call(kept.extent, user.user_id, trajectory_id)
-        total = await self._store.call(kept.size_of_user, user.user_id)
+        total = self._store.stored.of(user.user_id)["trajectories"]
         if (
             num_answers + asked.num_answers > MAX_ANSWERS
             or size > MAX_BYTES
@@ -126,7 +126,7 @@ class TrajectoryRecorder:
             )
             for answer, history in zip(answers, histories, strict=True)
         ]
-        size = sum(len(row.prompt_tokens) + len(row.tokens) + len(row.logprobs) for row in rows)
+        size = sum(row.num_bytes for row in rows)
         # Judged again: many that were let in together know their size only now.
         name = f"trajectory {secrets.token_hex(8)}"
         with self._shelf.disk_quota.admitted(name, user.user_id, size):
