@@ -73,9 +73,10 @@ class State:
         """`model` is the base model wanted, `name` what the session is called in listings."""
         from tinkex import ServiceClient
         from tinkex.cli.progress import loading_shown
+        from tinkex.types.account.checkpoints import is_tinker_path
 
         config = self.config(patient=patient)
-        if model is not None and not model.startswith("tinker://"):
+        if model is not None and not is_tinker_path(model):
             config = config.replace(model=model)
         if name:
             config = config.replace(display_name=name)

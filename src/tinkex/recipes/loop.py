@@ -29,6 +29,7 @@ from tinkex.recipes.render import Renderer
 from tinkex.recipes.server_tracker import ServerTracker
 from tinkex.runs.plots import Panel, plot
 from tinkex.runs.run_log import RunLog, SavedStep, make_trackers
+from tinkex.types.account.checkpoints import is_tinker_path
 
 if TYPE_CHECKING:
     from tinkex import SamplingClient, ServiceClient, TrainingClient
@@ -100,7 +101,7 @@ def _open_training(
     A model that is a checkpoint (`tinker://...`) is trained on, with a fresh optimizer.
     """
     name = log.folder.resolve().name.strip()[:200] or None  # as trackers call it, at first
-    if log.last is None and config.model.startswith("tinker://"):
+    if log.last is None and is_tinker_path(config.model):
         return service.create_training_client_from_state(config.model, name=name), 0
     if log.last is None:
         return service.create_lora_training_client(
@@ -164,7 +165,7 @@ def check_here(service: ServiceClient, folder: Path, path: str) -> None:
 
 def sampler_of(service: ServiceClient, model: str) -> SamplingClient:
     """A sampler of a base model, or of the checkpoint whose path `model` is."""
-    if model.startswith("tinker://"):
+    if is_tinker_path(model):
         return service.create_sampling_client(model_path=model)
     return service.create_sampling_client(base_model=model)
 
@@ -191,10 +192,10 @@ class Run:
         **told: str,
     ) -> None:
         self._config, self.log, self._hooks = config, log, hooks
-        if not config.model.startswith("tinker://"):
+        if not is_tinker_path(config.model):
             self._peak = self._peak_of(config.model)  # refused before a run is made
         self.training, self.start = _open_training(service, log, config)
-        if config.model.startswith("tinker://"):
+        if is_tinker_path(config.model):
             self._peak = self._peak_of(self.training.get_info().model_data.model_name or "")
         log.at_server(service.get_server_address())
         if self.start:

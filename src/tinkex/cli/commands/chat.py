@@ -24,6 +24,7 @@ from tinkex.cli.names import resolve
 from tinkex.cli.output import print_json
 from tinkex.cli.state import Leaf, State, pass_state
 from tinkex.errors import ConfigError, TinkerError
+from tinkex.types.account.checkpoints import is_tinker_path
 
 if TYPE_CHECKING:
     from tinkex import SamplingClient, ServiceClient
@@ -64,7 +65,7 @@ def chat(
     """
     settings = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     chosen = resolve(state, model) if model else None
-    if chosen and not chosen.startswith("tinker://"):
+    if chosen and not is_tinker_path(chosen):
         prepare(state, chosen)
     with state.service(model=chosen, name="chat") as service:
         talk = Talk(state, service, settings)
@@ -115,7 +116,7 @@ class Talk:
         chosen = model or default_model(self.service)
         sampler = sampler_of(self.service, chosen)
         base = sampler.get_base_model()
-        path = chosen if chosen.startswith("tinker://") else ""
+        path = chosen if is_tinker_path(chosen) else ""
         return Partner(label or chosen, base, path, sampler, Renderer(load_tokenizer(base)))
 
     def find(self, name: str) -> Partner:

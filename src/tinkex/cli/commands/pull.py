@@ -65,8 +65,9 @@ def pull(state: State, model: str) -> None:
 def prepare(state: State, model: str) -> None:
     """Before a server on this machine loads a base model: fetch it in sight, and say its size."""
     from tinkex.client.config import LOCAL, ClientConfig
+    from tinkex.types.account.checkpoints import is_tinker_path
 
-    if model.startswith("tinker://"):
+    if is_tinker_path(model):
         return
     if ClientConfig.from_env(base_url=state.base_url).base_url != LOCAL:
         return

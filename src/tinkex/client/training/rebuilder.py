@@ -33,6 +33,7 @@ from tinkex.errors import (
     RetryableException,
     TinkerError,
 )
+from tinkex.types.account.checkpoints import is_tinker_path
 
 logger = logging.getLogger("tinkex.recovery")
 
@@ -126,7 +127,7 @@ class Rebuilder:
         self, holder: Holder, run_ids: Sequence[str], patience: Patience
     ) -> list[SavedPoint]:
         """The checkpoints there are, newest first."""
-        if self._policy.checkpoint.startswith("tinker://"):
+        if is_tinker_path(self._policy.checkpoint):
             return [SavedPoint(self._policy.checkpoint, self._log.position)]
         # The positions of saves that we saw are known; a listing is asked for only without them.
         if self._log.saved:

@@ -43,7 +43,8 @@ class ForwardBackwardReverseKL(ForwardBackward):
                 f"logprobs are those of temperature 1, got {asked.temperature!r}; leave it out",
                 path="temperature",
             )
-        if not asked.reference_model_path.startswith("tinker://"):
+        teacher = TeacherName(asked.reference_model_path)
+        if not teacher.is_checkpoint:
             raise InvalidInputError(
                 f"must be a tinker:// path, got {asked.reference_model_path!r:.200}", path=PATH
             )
@@ -52,7 +53,7 @@ class ForwardBackwardReverseKL(ForwardBackward):
             data=tuple(_datum(index, datum, "student_input") for index, datum in data),
             loss_fn="reverse_kl",
             loss_fn_config={},
-            teaching=Teaching.of(TeacherName(asked.reference_model_path)),
+            teaching=Teaching.of(teacher),
             references=tuple(_datum(index, datum, "reference_input") for index, datum in data),
         )
 

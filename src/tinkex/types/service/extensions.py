@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, SkipValidation
 
 from tinkex.contract.bounds import Between
 from tinkex.contract.cost import NOTHING
+from tinkex.types.account.checkpoints import is_tinker_path
 from tinkex.types.fields.bounds import INT32, Id, Number, Path, Plain, listing, text
 from tinkex.types.fields.message import Listing, Request, Response
 from tinkex.types.sampling.request import SampleRequest
@@ -42,7 +43,7 @@ def _one_line(name: str) -> str:
     """Refuse names that a list could not show, or that mean something else already."""
     if not name.isprintable() or name != name.strip():
         raise ValueError("must be one line of printable text, without spaces around it")
-    if name.startswith("tinker://"):
+    if is_tinker_path(name):
         raise ValueError("must not begin with tinker://, which is how paths of checkpoints begin")
     return name
 
