@@ -52,14 +52,14 @@ _SUBMITS = frozenset(
 )
 # Calls that take room on the disk; polls, heartbeats and deletions go on when it is nearly full.
 _STORES = frozenset(
-    f"/api/v1/{name}"
+    ENDPOINTS[name].path
     for name in (
         "create_session",
         "create_sampling_session",
         "create_custom_loss",
         "asample",
         "asample_batch",
-        "checkpoints/import",
+        "import_checkpoint",
         "copy_weights",
         "log_metrics",
         "external_weights_upload_start",

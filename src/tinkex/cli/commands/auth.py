@@ -18,8 +18,9 @@ from tinkex.cli.messages import words
 from tinkex.cli.output import print_json, properties
 from tinkex.cli.state import Noun, State, pass_state
 from tinkex.errors import TinkerError
+from tinkex.types.account.console_urls import CONSOLE
 
-_CONSOLE = "https://tinker.thinkingmachines.ai/keys"
+_KEYS_PAGE = f"{CONSOLE}/keys"
 
 
 @click.group(cls=Noun)
@@ -35,7 +36,7 @@ def login(state: State) -> None:
 
     if credentials.load_default_key() is not None:
         raise click.ClickException("Already logged in. Run `tinkex auth logout` first.")
-    url = f"{_CONSOLE}?new_key=true&key_name=tinker-cli-{platform.node()}"
+    url = f"{_KEYS_PAGE}?new_key=true&key_name=tinker-cli-{platform.node()}"
     key = _ask_for_key(state, url)
     me = _me("GET", _base_url(state), key)
     entry: dict[str, Any] = {k: v for k, v in me.items() if k in ("name", "note", "details")}
@@ -71,7 +72,7 @@ def logout(state: State) -> None:
     credentials.delete_default_key()
     click.echo("Logged out.")
     if entry.get("type") != "generated":
-        state.note(f"The key itself still works; revoke it at {_link(_CONSOLE)}")
+        state.note(f"The key itself still works; revoke it at {_link(_KEYS_PAGE)}")
 
 
 @auth.command()

@@ -272,7 +272,7 @@ class SpendingBudgets:
     async def first_of(self, scope: BudgetScope, subject: str) -> str:
         """The subject that a new budget is set on: of a run, its first segment."""
         run = await self._store.call(self._store.models.get, subject) if scope == "run" else None
-        return (run.first_run_id if run is not None else None) or subject
+        return subject if run is None else run.first_segment_id
 
     def of_user(self, user_id: str) -> list[LiveBudget]:
         return [

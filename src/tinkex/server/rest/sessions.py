@@ -14,7 +14,7 @@ from tinkex.server.http.handlers import answer, serve
 from tinkex.server.http.inputs import AccessScope, Limit, Offset, Text, moment
 from tinkex.server.process.problems import ApiError
 from tinkex.server.rest.files import link
-from tinkex.server.rest.search import has_metadata, includes, matching_page
+from tinkex.server.rest.search import Position, has_metadata, includes, matching_page
 from tinkex.server.rest.views import session_summary, texts
 from tinkex.server.service.service import Service
 from tinkex.store import Session, SessionQuery, Store, User
@@ -104,9 +104,7 @@ async def owned_session(store: Store, session_id: str, user: User) -> Session:
     return session
 
 
-def _search(
-    store: Store, user: User, asked: Search
-) -> tuple[list[Session], tuple[float, str] | None]:
+def _search(store: Store, user: User, asked: Search) -> tuple[list[Session], Position | None]:
     """A page of matches, and the position after which the next page starts."""
     if not includes(asked.owner, user):
         return [], None
@@ -120,7 +118,7 @@ def _search(
     )
 
 
-def _query(user: User, asked: Search, before: tuple[float, str] | None) -> SessionQuery:
+def _query(user: User, asked: Search, before: Position | None) -> SessionQuery:
     return SessionQuery(
         user_ids=[user.user_id],
         session_id=asked.session_id,

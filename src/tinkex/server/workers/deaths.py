@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from tinkex.engine.control_group import memory_groups
+from tinkex.engine.control_group import GROUPS, PROC, memory_groups
 
 Cause = Literal["", "memory", "crash", "stuck"]
 """Empty: nothing is known, or somebody ended it. `stuck`: we did, for one of several jobs."""
@@ -44,7 +44,7 @@ class KernelKills:
         return sum(_count_in(file) for file in self._files)
 
 
-def count_files(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> list[Path]:
+def count_files(proc: Path = PROC, groups: Path = GROUPS) -> list[Path]:
     """The file that counts for our control group (v2 or v1), or else for the machine."""
     for version, folder in memory_groups(proc, groups):
         file = folder / ("memory.events" if version == 2 else "memory.oom_control")
