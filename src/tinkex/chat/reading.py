@@ -22,6 +22,7 @@ MAX_CALL_TEXT = 1_000_000
 """Most characters that are read as calls; more of them are content."""
 MAX_CALLS = 1024
 """Most calls in an answer, as in a message that is sent; what follows them is content."""
+_CALL_TAGS = "<tool_call>", "</tool_call>"
 _DECODER = json.JSONDecoder()
 _BETWEEN = re.compile(r"[ \t\r\n,;]*")
 
@@ -135,12 +136,10 @@ class TaggedReader:
         calls_of: Callable[[str], Sequence[ToolCall]] | None,
         *,
         thinking: tuple[str, str] | None = ("<think>", "</think>"),
-        tool: tuple[str, str] = ("<tool_call>", "</tool_call>"),
         starts_thinking: bool = False,
     ) -> None:
         self._calls_of = calls_of
         self._thinking = thinking
-        self._tool = tool
         self._mode: Literal["reasoning", "content", "tool"] = (
             "reasoning" if starts_thinking else "content"
         )
@@ -174,7 +173,7 @@ class TaggedReader:
         pieces: list[Piece] = []
         held = "".join(self._held) + self._marked.rest()
         if self._mode == "tool":  # cut off in the middle: what was said is not lost
-            self._say(pieces, "content", self._tool[0] + held)
+            self._say(pieces, "content", _CALL_TAGS[0] + held)
         elif self._mode == "content":
             self._say(pieces, "content", held)
         else:
@@ -184,11 +183,11 @@ class TaggedReader:
 
     def _tags(self) -> tuple[str, ...]:
         if self._mode == "tool":
-            return (self._tool[1],)
+            return (_CALL_TAGS[1],)
         if self._mode == "reasoning":
             assert self._thinking is not None
             return (self._thinking[1],)
-        tags = () if self._calls_of is None else (self._tool[0],)
+        tags = () if self._calls_of is None else (_CALL_TAGS[0],)
         if self._thinking is not None and not self._spoke:
             tags = (*tags, self._thinking[0])  # thinking comes first or not at all
         return tags
@@ -202,7 +201,7 @@ class TaggedReader:
         self._held.append(text[len(said) :])
 
     def _enter(self, tag: str) -> None:
-        if tag == self._tool[0]:
+        if tag == _CALL_TAGS[0]:
             self._mode = "tool"
         else:
             opens = self._thinking is not None and tag == self._thinking[0]
@@ -218,7 +217,7 @@ class TaggedReader:
         calls = self._calls_of(body) if is_room else ()
         if not calls or self._num_calls + len(calls) > MAX_CALLS:
             # Not a call after all: handed on as it was said.
-            self._say(pieces, "content", self._tool[0] + body + self._tool[1])
+            self._say(pieces, "content", _CALL_TAGS[0] + body + _CALL_TAGS[1])
         else:
             self._num_calls += len(calls)
             pieces += [Piece("tool_call", call=call) for call in calls]

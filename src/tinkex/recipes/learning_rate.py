@@ -140,4 +140,4 @@ def learning_rate_at(
     if schedule == "cosine":
         done = min((step - rise) / fall, 1.0)
         return peak * (FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * done)) / 2)
-    return peak * (1 - 0.9 * (step - rise) / fall)
+    return peak * (1 - (1 - FLOOR) * (step - rise) / fall)

@@ -82,9 +82,9 @@ def points_of(records: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int
     return [(record["step"], float(record[name])) for record in records if name in record]
 
 
-def smoothed(values: Sequence[float], share: float = 0.1) -> list[float]:
+def smoothed(values: Sequence[float]) -> list[float]:
     """The mean of each value and its neighbours, a tenth of the run wide; nothing is shifted."""
-    reach = max(1, round(len(values) * share / 2))
+    reach = max(1, round(len(values) / 20))
     means = []
     for index in range(len(values)):
         # As many on either side, so that a slope stays where it is at the ends, too.

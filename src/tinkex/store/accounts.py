@@ -27,9 +27,9 @@ def hash_key(key: str) -> str:
 
 
 class Accounts(StoredNoun):
-    def ensure_user(self, user_id: str, *, name: str = "", email: str = "") -> User:
-        """The user of that id, made when absent; an existing one keeps its name and email."""
-        row: dict[str, Any] = {"user_id": user_id, "name": name or user_id, "email": email}
+    def ensure_user(self, user_id: str, *, name: str = "") -> User:
+        """The user of that id, made when absent; an existing one keeps its name."""
+        row: dict[str, Any] = {"user_id": user_id, "name": name or user_id, "email": ""}
         row["created_at"] = time.time()
 
         def write(connection: Connection) -> None:

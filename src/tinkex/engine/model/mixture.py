@@ -70,8 +70,9 @@ class Routing:
     """[T] by layer, in nats: log E when the router is indifferent."""
 
 
-def expert_key(layer_index: int, expert: int, name: str) -> str:
-    return f"{layer_index}.experts.{expert}.{name}"
+def expert_key(layer_index: int, expert: int) -> str:
+    """What the decoder's keys for the linears of an expert begin with."""
+    return f"{layer_index}.experts.{expert}."
 
 
 def mlp_targets(key: str, module: str, hidden: int, size: int) -> dict[str, Target]:
@@ -88,7 +89,7 @@ def mixture_targets(config: ModelConfig, layer_index: int) -> dict[str, Target]:
     assert experts is not None
     block, targets = f"model.layers.{layer_index}.mlp", dict[str, Target]()
     for expert in range(experts.count):
-        key = expert_key(layer_index, expert, "")
+        key = expert_key(layer_index, expert)
         targets |= mlp_targets(key, f"{block}.experts.{expert}", hidden, experts.size)
     if size := experts.shared_size:
         targets |= mlp_targets(f"{layer_index}.shared.", f"{block}.shared_expert", hidden, size)
@@ -184,7 +185,7 @@ def mixture(
             pieces.append(torch.zeros_like(x_tD))
         elif stop > start:
             own = lora.select(row_numbers[start:stop]) if lora.spans else lora
-            key = expert_key(layer_index, expert, "")
+            key = expert_key(layer_index, expert)
             pieces.append(_mlp(config, x_tD, *weights.expert(expert), own, key))
         start = stop
     # Each row sums its experts in the order of their rank, whoever else is in the batch.

@@ -133,8 +133,3 @@ class BlockPool:
                     self._empty.append(block)
                 else:
                     self._idle[block] = None
-
-    def clear(self) -> None:
-        """Forget every cached prefix that nobody holds."""
-        while self._idle:
-            self._empty.append(self._evict())

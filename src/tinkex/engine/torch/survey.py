@@ -48,7 +48,7 @@ def how_it_runs(config: ModelConfig) -> str:
     return f"{config.arch}: natively ({', '.join(kinds)})"
 
 
-def survey(source: ModelSource, *, length: int = LENGTH, rank: int = RANK) -> Iterator[Remark]:
+def survey(source: ModelSource, *, length: int = LENGTH) -> Iterator[Remark]:
     """Check a model as a server would; memory is that of one sequence of `length` tokens."""
     try:
         config = source.config()
@@ -67,7 +67,7 @@ def survey(source: ModelSource, *, length: int = LENGTH, rank: int = RANK) -> It
         except (TinkerError, OSError, ValueError) as exc:
             yield Remark(what="files", ok=False, says=str(exc))
     if config.native:
-        yield _memory(config, length, rank, holds_mxfp4(stored))
+        yield _memory(config, length, holds_mxfp4(stored))
 
 
 def _files(
@@ -130,11 +130,11 @@ def needs(
     )
 
 
-def _memory(config: ModelConfig, length: int, rank: int, packed: bool) -> Remark:
+def _memory(config: ModelConfig, length: int, packed: bool) -> Remark:
     """In bf16 on a GPU and in fp32 on a CPU."""
     parts, adapter = [], 0
     for name, dtype in (("GPU", torch.bfloat16), ("CPU", torch.float32)):
-        it = needs(config, dtype, length=length, rank=rank)
+        it = needs(config, dtype, length=length)
         adapter = it.adapter
         small = ""
         if packed:
@@ -146,7 +146,7 @@ def _memory(config: ModelConfig, length: int, rank: int, packed: bool) -> Remark
             f"{it.sample / 1e9:.3f} GB a sample"
         )
     parts.append(
-        f"adapter of rank {rank} on every linear with its optimizer {adapter / 1e9:.2f} GB"
+        f"adapter of rank {RANK} on every linear with its optimizer {adapter / 1e9:.2f} GB"
     )
     if packed:
         parts.append(_packed_here(config))

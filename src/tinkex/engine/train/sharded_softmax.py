@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ShardedSoftmax:
-    """The softmax over all ranks' logits, in the memory of this rank's; see `scoring.Softmax`."""
+    """The softmax over all ranks' logits, in the memory of this rank's; see `scoring._Softmax`."""
 
     def __init__(
         self, logits_Nv: Tensor, pieces: Sequence[ScoredRows], group: Group, first: int

@@ -22,8 +22,6 @@ _LENGTH_BYTES = 8
 @dataclass(frozen=True, slots=True)
 class TensorFile:
     shapes: dict[str, tuple[int, ...]]
-    data_bytes: int
-    """Of all tensors, as the header says."""
     is_whole: bool
     """Whether the file is as long as the header says."""
 
@@ -62,8 +60,7 @@ def read_header(file: Path, max_names: int = cost.FILE.keys) -> TensorFile:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as exc:
         cause = f"{type(exc).__name__}: {str(exc)[:200]}"
         raise InvalidInputError(f"{file.name} has no header of safetensors: {cause}.") from exc
-    data_bytes = max(ends)
-    return TensorFile(shapes, data_bytes, size == _LENGTH_BYTES + length + data_bytes)
+    return TensorFile(shapes, size == _LENGTH_BYTES + length + max(ends))
 
 
 def check_adapter(file: Path, config: dict[str, Any]) -> None:
