@@ -71,7 +71,7 @@ class Routing:
 
 
 def expert_key(layer_index: int, expert: int) -> str:
-    """What the decoder's keys for the linears of an expert begin with."""
+    """The beginning of the decoder's keys for the linears of an expert."""
     return f"{layer_index}.experts.{expert}."
 
 
