@@ -189,11 +189,20 @@ def test_a_misspelt_argument_is_refused_with_the_right_one(name: str, meant: str
         ({"default_headers": {"X-Team": "\u65e5"}}, "X-Team holds a letter beyond ASCII"),
         ({"api_key": "tml-of-a-file\n"}, r"api_key holds a line break .*got tml-\*\*\*\. Copy"),
         ({"api_key": "tml-\u201cquoted\u201d"}, "api_key holds .* another letter"),
+        ({"api_key": 5}, "api_key must be a text, got int"),
+        ({"log_level": 5}, "log_level must be a text, got int"),
+        ({"verify_tls": "false"}, "verify_tls must be True or False, got str"),
+        ({"tokenizer_mirrors": "a/b"}, "tokenizer_mirrors must be a tuple of texts, got str"),
+        ({"tags": (1,)}, "tags must be a tuple of texts"),
+        ({"user_metadata": 5}, "user_metadata must be a dict, got int"),
+        ({"pool_connections": 5}, "pool_connections must be a dict, got int"),
+        ({"pool_connections": {"sample": "x"}}, r"pool_connections\['sample'\] must be a whole"),
+        ({"base_url": 5}, "base_url must be a text, got int"),
     ],
 )
 def test_a_setting_that_cannot_be_honoured_is_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        tinkex.ServiceClient(base_url="http://127.0.0.1:1", **given)
+        tinkex.ServiceClient(**{"base_url": "http://127.0.0.1:1"} | given)
 
 
 def test_a_timeout_of_httpx_is_taken_for_its_wait_for_an_answer() -> None:

@@ -238,6 +238,9 @@ def test_the_tries_of_a_sample_can_be_counted() -> None:
     assert tries_of(RequestFailedError("", category="server"), RetryConfig(max_retries=5)) == 6
     with pytest.raises(ValueError, match="max_retries must be at least 0, got -1"):
         RetryConfig(max_retries=-1)
+    for wrong in ("3", 1.5, True):
+        with pytest.raises(ConfigError, match=f"max_retries must be a whole number, got {wrong!r}"):
+            RetryConfig(max_retries=wrong)  # type: ignore[arg-type]
 
 
 def test_a_sample_is_not_tried_again_where_that_cannot_help() -> None:

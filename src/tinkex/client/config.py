@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from types import MappingProxyType
@@ -38,6 +38,10 @@ LLAMA3_MIRRORS = (
 )
 POOLS = frozenset("auth config futures poller redirect sample session telemetry train".split())
 """The kinds of calls, each with connections of its own."""
+_TEXTS = "base_url api_key credential_cmd project_id display_name model log_level".split()
+_FLAGS = "is_private telemetry extensions circuit_breaker verify_tls".split()
+_LISTS = "tags tokenizer_mirrors".split()
+_MAPPINGS = "headers user_metadata pool_connections".split()
 
 
 def _frozen(values: Mapping[str, str] | None) -> Mapping[str, str]:
@@ -99,6 +103,8 @@ class ClientConfig:
     """`debug`, `info`, `warning` or `error`: shows our log on stderr. None leaves logging alone."""
 
     def __post_init__(self) -> None:
+        for name in (*_TEXTS, *_FLAGS, *_LISTS, *_MAPPINGS):
+            _check_kind(name, getattr(self, name))
         if self.base_url != LOCAL and urlsplit(self.base_url).scheme not in ("http", "https"):
             raise ConfigError(
                 f"base_url must start with http:// or https://, or be 'local'; got "
@@ -129,12 +135,12 @@ class ClientConfig:
                 f"{mask(self.api_key)}. Copy it again, without what stands around it."
             )
         for pool, most in self.pool_connections.items():
-            if pool not in POOLS or not most >= 1:
+            if pool not in POOLS or not _number(most, f"pool_connections[{pool!r}]") >= 1:
                 raise ConfigError(
                     f"pool_connections takes at least 1 for each of {', '.join(sorted(POOLS))}; "
                     f"got {pool}={most}."
                 )
-        for name in ("headers", "user_metadata", "pool_connections"):
+        for name in _MAPPINGS:
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @classmethod
@@ -151,6 +157,8 @@ class ClientConfig:
         Base URL: the argument, `TINKER_BASE_URL`, the hosted service when a credential is set,
         else the embedded local server.
         """
+        for name, value in (("base_url", base_url), ("headers", settings.get("headers"))):
+            _check_kind(name, value)
         env = os.environ if env is None else env
         warn_of_variables(env, _VARIABLES)
         key = api_key or _named(env, "API_KEY")
@@ -252,7 +260,24 @@ def check_headers(headers: Mapping[str, str]) -> None:
             raise ConfigError(f"The header {name} holds a letter beyond ASCII, which none carries.")
 
 
-def _number(value: Any, name: str, *, whole: bool) -> float:
+def _check_kind(name: str, value: Any) -> None:
+    """Refuse a setting of another kind; of a value, which may be a credential, the kind is told."""
+    if value is None:
+        return
+    if name in _TEXTS:
+        fits, what = isinstance(value, str), "a text"
+    elif name in _FLAGS:
+        fits, what = isinstance(value, int), "True or False"
+    elif name in _LISTS:
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        fits, what = is_list and all(isinstance(each, str) for each in value), "a tuple of texts"
+    else:
+        fits, what = isinstance(value, Mapping), "a dict"
+    if not fits:
+        raise ConfigError(f"{name} must be {what}, got {type(value).__name__}.")
+
+
+def _number(value: Any, name: str, *, whole: bool = True) -> float:
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
         what = "a whole number" if whole else "a number"
         raise ConfigError(f"{name} must be {what}, got {value!r}.")

@@ -19,6 +19,7 @@ from tinkex.errors import (
     APIConnectionError,
     APIError,
     APIStatusError,
+    ConfigError,
     RequestFailedError,
     RetrieveError,
     RetryableException,
@@ -55,10 +56,14 @@ class RetryConfig:
     None, too, as long as any sample finishes; one that the server itself failed, three times."""
 
     def __post_init__(self) -> None:
-        if self.max_connections is not None and self.max_connections < 1:
-            raise ValueError(f"max_connections must be at least 1, got {self.max_connections}.")
-        if self.max_retries is not None and self.max_retries < 0:
-            raise ValueError(f"max_retries must be at least 0, got {self.max_retries}.")
+        for name, least in (("max_connections", 1), ("max_retries", 0)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name} must be a whole number, got {value!r}.")
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}.")
         if not 0 <= self.jitter_factor <= 1:
             raise ValueError(f"jitter_factor must be in 0..1, got {self.jitter_factor}.")
 
