@@ -97,10 +97,10 @@ def test_every_header_of_the_contract_is_sent() -> None:
 def test_a_get_has_neither_content_type_nor_idempotency_key() -> None:
     """R28: what an endpoint needs of query strings, as contract 1.1 writes them."""
     backend = Recorded(OK)
-    query = {"limit": 20, "flag": True, "ids": ["a", "b"], "none": None, "empty": ""}
+    query = {"limit": 20, "flag": True, "ids": ["a", True], "none": None, "empty": ""}
     call_through(backend, Call(method="GET", path="sessions", query=query))
     _, url, headers, _ = backend.sent[0]
-    assert url.endswith("/sessions?limit=20&flag=true&ids=a%2Cb")
+    assert url.endswith("/sessions?limit=20&flag=true&ids=a%2Ctrue")
     assert not {"Content-Type", "X-Idempotency-Key"} & set(headers)
 
 
@@ -142,6 +142,9 @@ def test_retries_end_and_the_last_answer_is_the_error() -> None:
     backend = Recorded(*[json_reply({"detail": "down"}, 503)] * 3)
     with pytest.raises(errors.InternalServerError, match="503 on POST /api/v1/optim_step - down"):
         call_through(backend, POST, max_retries=2)
+    backend = Recorded(json_reply({"detail": "no"}, 404))
+    with pytest.raises(errors.NotFoundError, match="404 on GET /tinkex/v1/budgets - no"):
+        call_through(backend, Call(method="GET", path="/tinkex/v1/budgets"))
     backend = Recorded(TimeoutError(), TimeoutError())
     with pytest.raises(errors.APITimeoutError, match="did not answer POST optim_step within 60 s"):
         call_through(backend, POST, max_retries=1)

@@ -140,7 +140,8 @@ def status_error(call: Call, reply: Reply, *, has_key: bool = True) -> APIStatus
         detail, hint = "this server wants a key, and none was given.", NO_KEY
     elif hint and (_says_what_to_do(body) or "TINKER_API_KEY" in detail):
         hint = ""  # a second piece of advice would only be another one
-    asked = call.name or f"{call.method} /api/v1/{call.path}"
+    path = call.path if call.path.startswith("/") else f"{_BELOW}{call.path}"
+    asked = call.name or f"{call.method} {path}"
     text = f"Error code: {reply.status} on {asked} - {detail[:2000]}"
     asked_s = parse_retry_after_s(reply.headers)
     return status_error_class(reply.status)(

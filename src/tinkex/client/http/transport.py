@@ -438,15 +438,17 @@ def _iso_date(text: str | None) -> str:
     return (datetime.now(UTC) + timedelta(minutes=15)).isoformat()
 
 
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _query(query: Mapping[str, Any]) -> str:
     """Booleans are `true`/`false`, lists are joined with commas, nulls are dropped (1.1)."""
     flat: dict[str, str] = {}
     for name, value in query.items():
-        if isinstance(value, bool):
-            flat[name] = "true" if value else "false"
-        elif isinstance(value, (list, tuple)):
-            flat[name] = ",".join(map(str, value))
+        if isinstance(value, (list, tuple)):
+            flat[name] = ",".join(map(_plain, value))
         elif value is not None:
-            flat[name] = str(value)
+            flat[name] = _plain(value)
     encoded = urlencode({name: value for name, value in flat.items() if value != ""})
     return f"?{encoded}" if encoded else ""
