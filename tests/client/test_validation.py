@@ -192,6 +192,27 @@ def test_a_refused_call_takes_no_number() -> None:
     assert run_virtual(main()) == [("S:train:0", 1), ("S:train:0", 2)]
 
 
+@pytest.mark.parametrize("paths", [None, "tinker://r/sampler_weights/a", 5])
+def test_sources_that_are_no_list_are_refused_by_name(paths: Any) -> None:
+    rest = RestClient(holder())
+    with pytest.raises(tinkex.InvalidInputError, match="source_paths: must be a list, got "):
+        rest.interpolate_checkpoints(paths, [0.5, 0.5])
+
+
+def test_tokens_that_are_scored_are_given_by_the_names_of_models() -> None:
+    service = tinkex.ServiceClient(base_url="http://127.0.0.1:1", api_key="tml-k")
+    with pytest.raises(tinkex.InvalidInputError, match="scored_tokens: must be a dictionary"):
+        service.estimate("m", scored_tokens=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reference", [None, "", 5])
+def test_a_reference_that_is_none_is_refused_by_its_name(reference: Any) -> None:
+    """Not told as a missing input of the loss that it is turned into."""
+    training = TrainingClient(holder(), 0, "S:train:0")
+    with pytest.raises(tinkex.InvalidInputError, match="reference_model_path: must be a tinker://"):
+        training.forward_backward_reverse_kl([DATUM], reference)
+
+
 def test_a_model_without_any_trained_layer_is_refused() -> None:
     service = tinkex.ServiceClient(base_url="http://127.0.0.1:1", api_key="tml-k")
     with pytest.raises(tinkex.InvalidInputError, match="at least one of train_mlp"):

@@ -228,6 +228,12 @@ def check_access_scope(access_scope: str) -> str:
     return access_scope
 
 
+def listed(values: Any) -> Any:
+    """What can be gone through as a list; the rest as it is, for the message to refuse."""
+    is_text = isinstance(values, str | bytes | Mapping)
+    return list(values) if isinstance(values, Iterable) and not is_text else values
+
+
 def check_tinker_path(
     path: Any, *, kinds: Sequence[str] = tuple(TYPE_BY_KIND), name: str = "tinker_path"
 ) -> tuple[str, str]:

@@ -412,11 +412,13 @@ class RestClient(SessionCalls, BudgetCalls):
             coefficients: One for each source; 0.9 and 0.1 make a moving average.
             name: Of the result in the run of the first source; made up where left out.
         """
-        for index, path in enumerate(source_paths):
-            validation.check_tinker_path(path, name=f"source_paths[{index}]")
         request = types.InterpolateCheckpointsRequest(
-            source_paths=list(source_paths), coefficients=list(coefficients), output_path=name
+            source_paths=validation.listed(source_paths),
+            coefficients=validation.listed(coefficients),
+            output_path=name,
         )
+        for index, path in enumerate(request.source_paths):
+            validation.check_tinker_path(path, name=f"source_paths[{index}]")
         kind = types.InterpolateCheckpointsResponse
         return self.holder.spawn(
             lambda waiting: self.holder.promised(

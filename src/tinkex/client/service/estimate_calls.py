@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 from tinkex.client.config import ClientConfig
 from tinkex.client.futures import APIFuture
@@ -70,6 +71,7 @@ class EstimateCalls:
             snapshots: Weights that are sampled from and not kept.
             run_id: A run that goes on, whose budgets hold, too.
         """
+        scored: Any = {} if scored_tokens is None else scored_tokens  # the message refuses the rest
         request = EstimateRequest(
             base_model=base_model,
             rank=rank,
@@ -78,7 +80,7 @@ class EstimateCalls:
             forward_tokens=forward_tokens,
             prefill_tokens=prefill_tokens,
             sample_tokens=sample_tokens,
-            scored_tokens=dict(scored_tokens or {}),
+            scored_tokens=scored,
             state_saves=state_saves,
             sampler_saves=sampler_saves,
             snapshots=snapshots,

@@ -258,6 +258,11 @@ class TrainingClient(WeightsCalls):
                 f"logprobs are those of temperature 1, got {temperature!r}; leave it out",
                 path="temperature",
             )
+        if not isinstance(reference_model_path, str) or not reference_model_path:
+            raise InvalidInputError(
+                f"must be a tinker:// path or a base model, got {reference_model_path!r}",
+                path="reference_model_path",
+            )
         return self.forward_backward(
             data, "reverse_kl", teacher=reference_model_path, options=options
         )
