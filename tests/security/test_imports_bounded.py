@@ -49,9 +49,10 @@ def weights_of(rank: int) -> bytes:
         ({"r": 2**31}, weights_of(8), "a rank is a whole number from 1 to"),
         ({"r": 16}, weights_of(8), "says r=16, but"),
         ({"r": 8}, weights_of(8)[:-4], "is cut off"),
+        ({"r": 8}, weights_of(8) + b"more", "or longer than its header says"),
         ({"r": 8}, b"x" * 40, "cut off within its header"),
     ],
-    ids=["names", "header", "empty", "rank", "other rank", "cut off", "no header"],
+    ids=["names", "header", "empty", "rank", "other rank", "cut off", "longer", "no header"],
 )
 async def test_an_import_is_judged_before_the_engine_sees_it(
     tmp_path: Path, config: dict[str, object], weights: bytes, words: str

@@ -214,7 +214,7 @@ def test_what_cannot_teach_is_refused_by_name(school: School) -> None:
         with pytest.raises(TinkerError, match=match):
             student.forward_backward(given or data, loss, **call).result()
 
-    refused("no base model 'nobody'", teacher="nobody")
+    refused("- loss_fn_config.teacher: no base model 'nobody'", teacher="nobody")
     refused("No checkpoint", teacher=path.replace("teacher", "absent"))
     refused("loss_fn_config.teacher", teacher="tinker://nothing")
     refused("vocabulary of 101 tokens", teacher=school.base("c"))

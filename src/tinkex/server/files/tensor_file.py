@@ -71,7 +71,7 @@ def check_adapter(file: Path, config: dict[str, Any]) -> None:
     """
     header = read_header(file)
     if not header.is_whole:
-        raise InvalidInputError(f"{file.name} is cut off: its header speaks of more bytes.")
+        raise InvalidInputError(f"{file.name} is cut off, or longer than its header says.")
     patterns = config.get("rank_pattern")
     ranks = {config["r"], *(patterns.values() if isinstance(patterns, dict) else ())}
     for name, shape in header.shapes.items():

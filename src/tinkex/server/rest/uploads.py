@@ -118,7 +118,8 @@ async def finish(
                 # Its links are used up, so it can never be right; its bytes make room.
                 await uploads.drop(upload)
                 raise InvalidInputError(
-                    f"{exc} The upload is removed; start another.", path="upload_id"
+                    f"{str(exc).rstrip('.')}. The upload is removed; start another.",
+                    path="upload_id",
                 ) from exc
             await uploads.finished(upload, path)
     assert upload.tinker_path is not None

@@ -56,9 +56,9 @@ class Teachers:
             if teacher.is_checkpoint:
                 session = await sessions.unlisted(user, name, path=teacher.name)
             else:
-                self._deps.catalog.resolve(teacher.name, path=PATH)
+                self._deps.catalog.resolve(teacher.name, path="")
                 session = await sessions.unlisted(user, name, base_model=teacher.name)
-            self._deps.catalog.resolve(session.base_model, path=PATH)
+            self._deps.catalog.resolve(session.base_model, path="")
         except (ApiError, InvalidInputError) as exc:
             raise InvalidInputError(str(exc), path=PATH) from exc
         return session
