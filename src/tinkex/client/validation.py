@@ -229,7 +229,7 @@ def check_access_scope(access_scope: str) -> str:
 
 
 def listed(values: Any) -> Any:
-    """What can be gone through as a list; the rest as it is, for the message to refuse."""
+    """The values as a list; as they are where they are no collection, for the message to refuse."""
     is_text = isinstance(values, str | bytes | Mapping)
     return list(values) if isinstance(values, Iterable) and not is_text else values
 
