@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import training
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tinkex.contract.optimizers import OPTIMIZERS
 from tinkex.engine.checkpoint import reader, writer
@@ -330,6 +330,66 @@ def test_weights_that_are_no_adapter_are_refused(tiny, tmp_path, tensors, messag
     save_file(named, folder / "adapter_model.safetensors")
     with pytest.raises(InvalidInputError, match=message):
         load(trainer, folder, with_optimizer=False)
+
+
+PREFIX = "base_model.model.model.layers.0."
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (f"base_model.model.{'.' * 2000}.lora_A.weight", "no adaptable module"),
+        (f"{PREFIX}self_attn.z_proj.lora_A.weight", "no adaptable module"),
+        (f"{PREFIX}mlp.experts.w1.lora_A.weight", r"no adaptable module .*experts\.0\.gate_proj"),
+        ("a1", "no LoRA matrix"),
+    ],
+)
+def test_names_are_judged_before_a_tensor_is_made(tiny, tmp_path, monkeypatch, name, message):
+    """A file may name very many tensors, and each costs time in which nobody else has a turn."""
+    trainer = tiny().trainer()
+    create(trainer)
+    folder = save(trainer, tmp_path / "ck")
+    save_file({name: torch.zeros(4, 32)}, folder / "adapter_model.safetensors")
+    monkeypatch.setattr(reader, "_parse_tensors", lambda weights: pytest.fail("it was read"))
+    with pytest.raises((InvalidInputError, NotSupportedError), match=message):
+        load(trainer, folder, with_optimizer=False)
+
+
+def test_a_file_larger_than_any_adapter_is_not_read(tiny, tmp_path, monkeypatch):
+    trainer = tiny().trainer()
+    create(trainer)
+    folder = save(trainer, tmp_path / "ck")
+    monkeypatch.setattr(reader, "HEADER_BYTES", 0)
+    with (folder / "adapter_model.safetensors").open("ab") as file:
+        file.truncate(1 << 30)  # a hole, which takes no room
+    monkeypatch.setattr(reader, "_read_bytes", lambda path: pytest.fail("it was read"))
+    with pytest.raises(InvalidInputError, match="the largest adapter of this model"):
+        load(trainer, folder, with_optimizer=False)
+
+
+def test_gradients_of_other_names_are_not_read(tiny, tmp_path, monkeypatch):
+    trainer = tiny().trainer()
+    create(trainer)
+    train(trainer, 0)
+    folder = save(trainer, tmp_path / "ck", with_optimizer=True, with_gradients=True)
+    before = {shard: flat.clone() for shard, flat in trainer.find("a").grads.items()}
+    own = load_file(folder / "gradients.safetensors")
+    others = {f"m{n}": torch.zeros(1) for n in range(100)}
+    save_file(own | others, folder / "gradients.safetensors")
+    read: list[set[str]] = []
+    real = reader._from_modules
+
+    def watched(adapter, stored, *rest):
+        read.append(set(stored))
+        return real(adapter, stored, *rest)
+
+    monkeypatch.setattr(reader, "_from_modules", watched)
+    load(trainer, folder, with_optimizer=False)
+    assert read
+    assert all(names == own.keys() for names in read)
+    after = trainer.find("a").grads
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[shard], flat) for shard, flat in before.items())
 
 
 def test_the_size_reported_is_the_size_on_disk(tiny, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch.func import functional_call
 from training import save
 
@@ -125,6 +126,25 @@ def test_an_expert_s_adapter_is_saved_under_the_name_it_has_as_a_linear(tmp_path
         str(tmp_path / "adapter"), decoder.targets, decoder.device, with_optimizer=False
     ).adapter
     assert torch.equal(again.flat, trainer.adapters["a"].adapter.flat)
+
+
+def test_a_tensor_of_more_experts_than_there_are_is_not_taken_apart(tmp_path):
+    """A side that all experts share makes a few bytes say that there are millions of them."""
+    saved(FAMILIES["qwen3_moe"], tmp_path)
+    decoder = load_decoder(str(tmp_path))
+    trainer = Trainer(decoder, base_model="m")
+    trainer.create(created(rank=1, seed=1))
+    folder = tmp_path / "adapter"
+    save(trainer, folder)
+    name = "base_model.model.model.layers.1.mlp.experts.w1"
+    sides = {"A": torch.zeros(1000, 1, 32), "B": torch.zeros(1, 24, 1)}
+    tensors = {f"{name}.lora_{side}.weight": tensor for side, tensor in sides.items()}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(InvalidInputError) as refused:
+        read(str(folder), decoder.targets, decoder.device, with_optimizer=False)
+    assert str(refused.value) == (
+        "the model has no adaptable module 'model.layers.1.mlp.experts.4.gate_proj'"
+    )
 
 
 def test_routing_carries_no_adapter(tmp_path):

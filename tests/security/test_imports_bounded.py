@@ -31,6 +31,19 @@ def empty_tensors(count: int) -> bytes:
     return struct.pack("<Q", len(header)) + header
 
 
+def named_tensors(count: int, offsets: str = "data_offsets") -> bytes:
+    """A safetensors file of so many bytes, each with a name of its own."""
+    entry = '"m%d":{"dtype":"U8","shape":[1],"%s":[%d,%d]}'
+    names = ",".join(entry % (n, offsets, n, n + 1) for n in range(count))
+    header = f"{{{names}}}".encode()
+    return struct.pack("<Q", len(header)) + header + bytes(count)
+
+
+def infinite_tensor() -> bytes:
+    header = b'{"m":{"dtype":"U8","shape":[1e999],"data_offsets":[0,1]}}'
+    return struct.pack("<Q", len(header)) + header + b"x"
+
+
 def archive(config: dict[str, object], weights: bytes) -> bytes:
     files = [("adapter_config.json", json.dumps(config).encode())]
     return hostile_tar.plain(*files, ("adapter_model.safetensors", weights))
@@ -51,8 +64,19 @@ def weights_of(rank: int) -> bytes:
         ({"r": 8}, weights_of(8)[:-4], "is cut off"),
         ({"r": 8}, weights_of(8) + b"more", "or longer than its header says"),
         ({"r": 8}, b"x" * 40, "cut off within its header"),
+        # The same key to whoever parses it, and other bytes.
+        (
+            {"r": 8},
+            named_tensors(FILE.keys + 1, "data_offset\\u0073"),
+            f"names {FILE.keys + 1} tensors",
+        ),
+        ({"r": 8}, infinite_tensor(), "no header of safetensors"),
+        ({"r": 16, "rank_pattern": {"q": [1], "v": "x"}}, weights_of(8), "says r=16, but"),
     ],
-    ids=["names", "header", "empty", "rank", "other rank", "cut off", "longer", "no header"],
+    ids=[
+        *("names", "header", "empty", "rank", "other rank", "cut off", "longer", "no header"),
+        *("escaped names", "infinite", "odd ranks"),
+    ],
 )
 async def test_an_import_is_judged_before_the_engine_sees_it(
     tmp_path: Path, config: dict[str, object], weights: bytes, words: str
@@ -63,6 +87,19 @@ async def test_an_import_is_judged_before_the_engine_sees_it(
         assert answer.status_code == 400, answer.text
         assert words in answer.json()["detail"]
         assert not list((tmp_path / "checkpoints").glob("*/*/*"))
+
+
+async def test_files_of_state_are_judged_too(tmp_path: Path) -> None:
+    """An engine reads the gradients of a folder whose manifest says that it has some."""
+    async with open_app(tmp_path, api_keys=KEYS) as world:
+        config = json.dumps({"r": 8, "base_model_name_or_path": "toy"}).encode()
+        state = named_tensors(4 * FILE.keys + 1, "data_offset\\u0073")
+        files = [("adapter_config.json", config), ("gradients.safetensors", state)]
+        answer = await world.post(
+            "checkpoints/import", hostile_tar.plain(*files), headers=TAR, **ANN
+        )
+        assert answer.status_code == 400, answer.text
+        assert "gradients.safetensors names" in answer.json()["detail"]
 
 
 async def saved(world: AppWorld, name: str = "first", number: int = 1, model: str = "") -> dict:

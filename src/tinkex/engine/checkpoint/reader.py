@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,15 @@ from tinkex.engine.checkpoint.format import (
 from tinkex.engine.checkpoint.peft_config import alpha_of, check_peft_config, scale_of
 from tinkex.engine.folders import CONFIG, DIGEST, MANIFEST, WEIGHTS
 from tinkex.engine.jobs import LoraSpec
-from tinkex.engine.lora.adapter import Adapter, ModuleInit, Target, build_adapter
-from tinkex.engine.lora.foreign_names import our_modules
+from tinkex.engine.lora.adapter import (
+    Adapter,
+    ModuleInit,
+    Target,
+    build_adapter,
+    check_modules,
+    modules_of,
+)
+from tinkex.engine.lora.foreign_names import first_module, our_modules, our_name
 from tinkex.engine.lora.patterns import ModulePatterns
 from tinkex.engine.model.fingerprint import Base
 from tinkex.engine.optim.optimizer import OptimizerState
@@ -44,6 +51,8 @@ FORCE = (
     "Serve the base it was trained on, or start the server with --any-base (TINKEX_ANY_BASE=1) to "
     "use it all the same."
 )
+HEADER_BYTES = 64 << 20
+"""Of a file of weights: names and shapes."""
 _KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
 
 
@@ -85,7 +94,8 @@ def read(
     manifest = _read_manifest(path)
     if base is not None:
         base.check(manifest, path.name, force=FORCE)
-    modules, content = _read_modules(path, config, manifest.get(DIGEST))
+    _check_size(path / WEIGHTS, targets)
+    modules, content = _read_modules(path, config, manifest.get(DIGEST), modules_of(targets))
     adapter = build_adapter(targets, modules, device)
     kind: str | None = manifest.get("optimizer")
     if kind is not None:
@@ -100,12 +110,13 @@ def read(
         optimizer = _read_optimizer(path, adapter, kind, manifest)
     grads: dict[int, Tensor] = {}
     if manifest.get("has_gradients") and (path / GRADIENTS).is_file():
-        stored = _load_tensors(path / GRADIENTS)
+        endings = tuple(map(shard_ending, range(NUM_SHARDS)))
+        stored = _load_tensors(path / GRADIENTS, _names(adapter, endings))
         for shard in range(NUM_SHARDS):
             # Either side may be left out: a fresh adapter's A has no gradient yet.
-            endings = tuple(f".lora_{side}{shard_ending(shard)}" for side in "AB")
-            if any(name.endswith(endings) for name in stored):
-                grads[shard] = _from_modules(adapter, stored, shard_ending(shard), manifest)
+            sides = tuple(f".lora_{side}{endings[shard]}" for side in "AB")
+            if any(name.endswith(sides) for name in stored):
+                grads[shard] = _from_modules(adapter, stored, endings[shard], manifest)
     return Stored(adapter, _spec(adapter, manifest), kind, optimizer, grads, content)
 
 
@@ -174,30 +185,64 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def _check_size(file: Path, targets: Mapping[str, Target]) -> None:
+    """Refuse a file that is larger than any adapter of the base model, before it is read."""
+    sizes = [t.in_size + part.stop - part.start for t in targets.values() for part in t.parts]
+    most = HEADER_BYTES + 8 * MAX_RANK * sum(sizes)  # in float64
+    if (size := file.stat().st_size) > most:
+        raise InvalidInputError(
+            f"{file.name} has {size} bytes, and the largest adapter of this model {most}; export "
+            "the adapter alone, without the model's own weights"
+        )
+
+
 def _read_modules(
-    path: Path, config: Mapping[str, Any], claimed: Any
+    path: Path, config: Mapping[str, Any], claimed: Any, known: Set[str]
 ) -> tuple[dict[str, ModuleInit], str]:
     """The matrices by module, and the digest of the very bytes they were made from."""
     check_peft_config(config)
     # Read once: the bytes that are hashed are the bytes that are used.
     weights = _read_bytes(path / WEIGHTS)
-    modules = _modules(_parse_tensors(weights), config)
+    _check_names(weights, known)
+    modules = _modules(_parse_tensors(weights), config, known)
     content = _digest(config, weights)
     _check_digest(path, claimed, content)
     return modules, content
 
 
-def _modules(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, ModuleInit]:
-    sides: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+def _check_names(weights: bytes, known: Set[str]) -> None:
+    """Refuse names that are of no module of the base model, by the header alone.
+
+    Whoever wrote the file chose how many tensors it names and how long the names are. Each costs
+    time in which nobody else has a turn, so no tensor is made before all names are known.
+    """
+    try:
+        header = json.loads(weights[8 : _data_start(weights)])
+        keys = header.keys() - {"__metadata__"}
+    except (ValueError, RecursionError, AttributeError) as exc:
+        raise InvalidInputError(f"{WEIGHTS} cannot be read: {_cause(exc)}") from exc
+    found = set()
+    for key in keys:
         if (match := _KEY.fullmatch(key)) is None:
             raise NotSupportedError(f"{WEIGHTS} holds {key[:120]!r}, which is no LoRA matrix")
+        module = our_name(match["module"])
+        found.add(module if module in known else first_module(module))
+    check_modules(found, known)
+
+
+def _modules(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], known: Container[str]
+) -> dict[str, ModuleInit]:
+    sides: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = _KEY.fullmatch(key)
+        assert match is not None, key  # by `_check_names`
         sides.setdefault(match["module"], {})[match["side"]] = tensor.float()
     if not sides:
         raise InvalidInputError(f"{WEIGHTS} holds no LoRA matrix")
     modules: dict[str, ModuleInit] = {}
     alphas = ModulePatterns(config.get("alpha_pattern"), field="alpha_pattern")
-    for module, pair in our_modules(sides).items():
+    for module, pair in our_modules(sides, known).items():
         if set(pair) != {"A", "B"}:
             raise InvalidInputError(f"{WEIGHTS} holds only half of {module[:120]!r}")
         rank = pair["A"].shape[0] if pair["A"].ndim == 2 else 0
@@ -228,10 +273,18 @@ def _spec(adapter: Adapter, manifest: Mapping[str, Any]) -> LoraSpec:
 def _read_optimizer(
     path: Path, adapter: Adapter, kind: str, manifest: Mapping[str, Any]
 ) -> OptimizerState:
-    stored = _load_tensors(path / OPTIMIZER)
-    slots = UPDATES[kind].moments
-    moments = {slot: _from_modules(adapter, stored, f".{slot}", manifest) for slot in slots}
+    endings = {slot: f".{slot}" for slot in UPDATES[kind].moments}
+    stored = _load_tensors(path / OPTIMIZER, _names(adapter, endings.values()))
+    moments = {
+        slot: _from_modules(adapter, stored, ending, manifest) for slot, ending in endings.items()
+    }
     return OptimizerState(kind, int(manifest["step"]), moments)
+
+
+def _names(adapter: Adapter, endings: Iterable[str]) -> set[str]:
+    """The names of tensors that `by_module` gives, with each of the endings."""
+    endings = tuple(endings)
+    return {name + end for name, _ in by_module(adapter, adapter.flat) for end in endings}
 
 
 def _from_modules(
@@ -291,12 +344,12 @@ def _parse_tensors(weights: bytes) -> dict[str, Tensor]:
     return tensors
 
 
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _load_tensors(path: Path, names: Container[str]) -> dict[str, Tensor]:
+    """The tensors of these names that a file has; others in it cost nothing."""
+    from safetensors import SafetensorError, safe_open
 
     try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except (SafetensorError, OSError) as exc:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if name in names}
+    except (SafetensorError, OSError, KeyError) as exc:  # a kind of number that torch has not
         raise InvalidInputError(f"{path.name} cannot be read: {_cause(exc)}") from exc
-    return tensors

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -237,13 +237,7 @@ def build_adapter(
     targets: Mapping[str, Target], modules: Mapping[str, ModuleInit], device: torch.device | str
 ) -> Adapter:
     """Stack per-module matrices into the groups of a decoder. Every module must be a target."""
-    known = {part.module for target in targets.values() for part in target.parts}
-    if unknown := sorted(set(modules) - known):
-        raise InvalidInputError(
-            f"the model has no adaptable module {unknown[0]!r}"
-            f"{f' (and {len(unknown) - 1} more)' if len(unknown) > 1 else ''}; "
-            f"it has, for example, {min(known)!r}"
-        )
+    check_modules(modules, modules_of(targets))
     groups: dict[str, LoraGroup] = {}
     for key, target in targets.items():
         chosen = [(part, modules[part.module]) for part in target.parts if part.module in modules]
@@ -259,6 +253,25 @@ def build_adapter(
         b_Or = [init.b_Or.to(device, torch.float32) for _, init in chosen]
         groups[key] = LoraGroup(a_RI.to(device, torch.float32), tuple(b_Or), tuple(parts))
     return Adapter(groups)
+
+
+def modules_of(targets: Mapping[str, Target]) -> set[str]:
+    """The modules of a base model that can carry an adapter."""
+    return {part.module for target in targets.values() for part in target.parts}
+
+
+def check_modules(modules: Iterable[str], known: Set[str]) -> None:
+    """Refuse modules that a base model has not.
+
+    Raises:
+        InvalidInputError: Names the first of them.
+    """
+    if unknown := sorted(set(modules) - known):
+        raise InvalidInputError(
+            f"the model has no adaptable module {unknown[0][:120]!r}"
+            f"{f' (and {len(unknown) - 1} more)' if len(unknown) > 1 else ''}; "
+            f"it has, for example, {min(known)!r}"
+        )
 
 
 def _check_shapes(part: TargetPart, in_size: int, init: ModuleInit) -> None:

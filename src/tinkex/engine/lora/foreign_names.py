@@ -11,7 +11,7 @@ Shapes: E experts, r rank, I inputs, O outputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -32,11 +32,18 @@ _RENAMED = (
 )
 
 
-def our_modules(pairs: Mapping[str, Pair]) -> dict[str, Pair]:
-    """The same adapter by the names of our decoder's modules, every matrix 2-D."""
+def our_modules(pairs: Mapping[str, Pair], known: Container[str] | None = None) -> dict[str, Pair]:
+    """The same adapter by the names of our decoder's modules, every matrix 2-D.
+
+    Args:
+        known: The modules of the base model, if any other is to be refused. The first expert
+            beyond them ends the work: a tensor of a few bytes may say that it stacks millions.
+    """
     found: dict[str, Pair] = {}
     for module, pair in pairs.items():
         for name, one in _taken_apart(our_name(module), pair):
+            if known is not None and name not in known:
+                raise InvalidInputError(f"the model has no adaptable module {name[:120]!r}")
             if name in found:
                 raise InvalidInputError(f"the adapter holds {name[:120]!r} under two names")
             found[name] = one
@@ -51,6 +58,14 @@ def our_name(module: str) -> str:
     if (match := _MIXTRAL.fullmatch(module)) is not None:
         return f"{match[1]}.mlp.experts.{match[2]}.{_LEAVES[match[3]]}"
     return module
+
+
+def first_module(module: str) -> str:
+    """The module in our decoder that a name stands for; of stacked experts the first."""
+    name = our_name(module)
+    if (match := _STACKED.fullmatch(name)) is None:
+        return name
+    return f"{match[1]}.0.{_LEAVES.get(match[2], match[2])}"
 
 
 def _taken_apart(module: str, pair: Pair) -> Iterator[tuple[str, Pair]]:

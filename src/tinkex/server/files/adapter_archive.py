@@ -18,10 +18,12 @@ from tinkex.contract.cost import FILE
 from tinkex.contract.models import MAX_RANK
 from tinkex.engine.folders import CONFIG, DIGEST, MANIFESTS, WEIGHTS
 from tinkex.errors import InvalidInputError
-from tinkex.server.files.tensor_file import check_adapter
+from tinkex.server.files.tensor_file import check_adapter, read_header
 from tinkex.wire import tar
 
 MAX_CONFIG_BYTES = 1024 * 1024
+_STATE_NAMES = 4 * FILE.keys
+"""In files of an optimizer or of gradients: some for each matrix of the adapter."""
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
@@ -56,6 +58,8 @@ def inspect(folder: Path) -> tuple[dict[str, Any], list[str]]:
     claims = [name for name in MANIFESTS if _drop_claim(folder / name)]
     if (weights := folder / WEIGHTS).exists():  # the toy's have another form
         check_adapter(weights, config)
+    for file in folder.glob("*.safetensors"):
+        read_header(file, _STATE_NAMES)
     return config, claims
 
 

@@ -43,13 +43,8 @@ def read_header(file: Path, max_names: int = cost.FILE.keys) -> TensorFile:
                 f"{max_names * NAME_BYTES}: it names too much for an adapter."
             )
         text = stream.read(length)
-    # Counted before it is parsed: every tensor has this key.
-    num_names = text.count(b'"data_offsets"')
-    if num_names > max_names:
-        raise InvalidInputError(
-            f"{file.name} names {num_names} tensors, the limit is {max_names}; merge the adapter "
-            "into its base model, or leave modules out."
-        )
+    # Counted before it is parsed: every tensor has this key, unless it is spelled with escapes.
+    _check_count(file, text.count(b'"data_offsets"'), max_names)
     try:
         header = json.loads(text)
         shapes, ends = {}, [0]
@@ -57,10 +52,22 @@ def read_header(file: Path, max_names: int = cost.FILE.keys) -> TensorFile:
             if name != "__metadata__":
                 shapes[name] = tuple(map(int, about["shape"]))
                 ends.append(int(about["data_offsets"][1]))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as exc:
+    except (
+        *(ValueError, TypeError, KeyError, IndexError, AttributeError),
+        *(OverflowError, RecursionError),
+    ) as exc:
         cause = f"{type(exc).__name__}: {str(exc)[:200]}"
         raise InvalidInputError(f"{file.name} has no header of safetensors: {cause}.") from exc
+    _check_count(file, len(shapes), max_names)
     return TensorFile(shapes, size == _LENGTH_BYTES + length + max(ends))
+
+
+def _check_count(file: Path, num_names: int, max_names: int) -> None:
+    if num_names > max_names:
+        raise InvalidInputError(
+            f"{file.name} names {num_names} tensors, the limit is {max_names}; merge the adapter "
+            "into its base model, or leave modules out."
+        )
 
 
 def check_adapter(file: Path, config: dict[str, Any]) -> None:
@@ -73,7 +80,8 @@ def check_adapter(file: Path, config: dict[str, Any]) -> None:
     if not header.is_whole:
         raise InvalidInputError(f"{file.name} is cut off, or longer than its header says.")
     patterns = config.get("rank_pattern")
-    ranks = {config["r"], *(patterns.values() if isinstance(patterns, dict) else ())}
+    values = patterns.values() if isinstance(patterns, dict) else ()
+    ranks = {config["r"], *(value for value in values if isinstance(value, int))}
     for name, shape in header.shapes.items():
         if 0 in shape:
             raise InvalidInputError(f"{name[:200]!r} in {file.name} is empty: shape {list(shape)}.")
