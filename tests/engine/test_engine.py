@@ -22,6 +22,7 @@ from tinkex.engine.numerics.memory_in_use import tensor_bytes
 from tinkex.engine.numerics.ops import CPU
 from tinkex.engine.sample.config import SamplerConfig
 from tinkex.engine.torch.config import EngineConfig
+from tinkex.engine.train import passes
 from tinkex.engine.train.config import TrainerConfig
 from tinkex.engine.train.passes import PassRunner
 from tinkex.errors import ConfigError
@@ -171,6 +172,26 @@ def test_two_long_jobs_take_turns_with_short_ones_only(start):
         assert ticket.result.num_tokens > 0
     last = max(client.ended.index(ticket.job.job_id) for ticket in shorts)
     assert last < client.ended.index(longs[0].job.job_id)
+
+
+def test_a_mixture_of_many_folders_gives_turns_between_them(start, tmp_path, monkeypatch):
+    """Reading one large adapter holds the device for a second or more; a mixture has sixteen."""
+    monkeypatch.setattr(passes, "TURN_S", 0.0)
+    client = start()
+    for name in ("own", "small"):
+        client.create(name).wait()
+    folder = str(tmp_path / "own")
+    client.save(tmp_path / "own", "own").wait()
+    mixture = ((folder, 0.25),) * 4
+    loading = {"base_model": client.base, "folder": folder, "with_optimizer": False}
+    with client.held_up():
+        mixed = client.put(jobs.LoadAdapterJob, adapter_id="mix", mixture=mixture, **loading)
+        dropped = client.put(jobs.DropAdapterJob, adapter_id="mix")
+        short = client.train("small")
+    dropped.wait()
+    order = [client.ended.index(ticket.job.job_id) for ticket in (short, mixed, dropped)]
+    assert order == sorted(order), "its own lane waits, others do not"
+    assert isinstance(mixed.wait(), jobs.Done)
 
 
 def test_memory_is_told_by_kind_and_given_back(start, tmp_path):

@@ -275,11 +275,13 @@ class Loop:
         if isinstance(job, jobs.TrainJob):
             self._train([first])
             return
+        self._training.add(job.adapter_id)  # a mixture gives turns between its folders
         with self.heartbeat.work(job.job_id):
             if isinstance(job, jobs.SaveAdapterJob):
                 attempt(job, emit, partial(self._saves.save, job, emit, self.compute.capture))
             else:
                 attempt(job, emit, partial(self.compute.run, job, emit))
+        self._training.discard(job.adapter_id)
 
     def _train(self, chosen: list[WaitingJob]) -> None:
         together = [waiting.job for waiting in chosen if isinstance(waiting.job, jobs.TrainJob)]

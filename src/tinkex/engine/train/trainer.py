@@ -157,8 +157,6 @@ class Trainer:
         """`load` on this rank alone."""
         previous = self.adapters.get(job.adapter_id)
         stored = self._read(job.folder, with_optimizer=job.with_optimizer)
-        if job.mixture:
-            self._mix(stored.adapter, job.mixture)
         kind: str = stored.optimizer_kind or (
             previous.optimizer.kind if previous is not None else "adamw"
         )
@@ -171,12 +169,29 @@ class Trainer:
             dict(stored.grads),
             previous.version + 1 if previous is not None else 0,
         )
+        if job.mixture:
+            try:
+                self._mix(stored.adapter, job.mixture)
+            except BaseException:
+                self._put_back(job.adapter_id, previous)
+                raise
         return stored.content
 
+    def _put_back(self, adapter_id: str, previous: ResidentAdapter | None) -> None:
+        if previous is None:
+            self.drop(adapter_id)
+        else:
+            self.adapters[adapter_id] = previous
+
     def _mix(self, adapter: Adapter, mixture: Sequence[tuple[str, float]]) -> None:
-        """Make the weights of an adapter, read from the first folder, those of a mixture."""
+        """Make the weights of an adapter, read from the first folder, those of a mixture.
+
+        It is among the adapters already: between two folders others have turns, in which a base
+        model without any might be forgotten.
+        """
         mixed = adapter.flat * mixture[0][1]
         for folder, coefficient in mixture[1:]:
+            self.passes.give_turn()
             other = self._read(folder, with_optimizer=False).adapter
             if other.signature != adapter.signature:
                 raise InvalidInputError(
