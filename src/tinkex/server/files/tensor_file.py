@@ -53,8 +53,12 @@ def read_header(file: Path, max_names: int = cost.FILE.keys) -> TensorFile:
                 shapes[name] = tuple(map(int, about["shape"]))
                 ends.append(int(about["data_offsets"][1]))
     except (
-        *(ValueError, TypeError, KeyError, IndexError, AttributeError),
-        *(OverflowError, RecursionError),
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
     ) as exc:
         cause = f"{type(exc).__name__}: {str(exc)[:200]}"
         raise InvalidInputError(f"{file.name} has no header of safetensors: {cause}.") from exc
