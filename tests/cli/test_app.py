@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 import subprocess
 import sys
 
@@ -240,3 +241,17 @@ def test_an_extra_is_installed_from_where_tinkex_came(monkeypatch, tmp_path):
     assert how_to_install("local") == f"pip install -e '{tmp_path}[local]'"
     Installed.origin = {}
     assert how_to_install("local") == "pip install 'tinkex[local]'"
+
+
+def test_ctrl_c_while_python_ends_shows_no_traceback(monkeypatch):
+    from tinkex.cli import app
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(app, "run", lambda: 130)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            app.main()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended.value.code == 130

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -138,7 +139,10 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """The `tinkex` script."""
-    sys.exit(run())
+    code = run()
+    # From here Python only waits for its threads, and Ctrl-C would show a traceback of that wait.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
 
 
 def _report(exc: Exception, *, as_json: bool) -> int:
