@@ -299,7 +299,7 @@ class _PrivateServer:
         """Start it and wait until it answers; gives its base URL."""
         _check_installed()
         if is_again:
-            text = "The server on this machine died (log: %s); starting it again."
+            text = "The server on this machine is gone (log: %s); starting it again."
         else:
             text = (
                 "Starting a private server on this machine, since no other is named (log: %s). For "
