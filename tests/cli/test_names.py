@@ -9,6 +9,7 @@ import pytest
 
 from tinkex.cli.names import resolve
 from tinkex.cli.state import State
+from tinkex.contract.models import DEFAULT_MODEL
 from tinkex.runs import names
 
 
@@ -152,7 +153,6 @@ def test_the_shell_completes_checkpoints_of_this_machine_and_starts_no_server(
     """`workshop` has a server of its own; here are the files of a private one that has ended."""
     from tinkex import ServiceClient
     from tinkex.cli.completions import complete_checkpoint, complete_model
-    from tinkex.contract.models import DEFAULT_MODEL
 
     folder = tmp_path / "home" / "local"
     folder.mkdir(parents=True)
@@ -178,6 +178,45 @@ def test_a_named_run_is_exported(workshop, tmp_path):
     refused = cli("export", "nobody", "-o", str(tmp_path / "other")).err
     assert "'nobody' is neither a checkpoint" in refused
     assert "Runs here: pirate" in refused
+
+
+def test_a_name_that_only_the_server_has_is_told_to_who_misspells_it(workshop, saved):
+    """A run of Python, or one renamed, has no folder of its name; private servers take any base."""
+    cli = workshop
+    assert cli("run", "rename", saved.run_id, "parrot-run").code == 0
+    refused = cli("export", "parot-run", "-o", "other").err
+    assert "Did you mean parrot-run?" in refused
+    from tinkex.cli.commands import pull
+
+    with pytest.raises(pull.ModelNotFoundError, match="Did you mean parrot-run"):
+        pull.fetch("parot-run", State())
+
+
+@pytest.mark.parametrize("name", ["two words", "50%", "lr 1e-3 #2?", "sft/one"])
+def test_a_run_of_any_name_is_shown_and_renamed(workshop, saved, name):
+    cli = workshop
+    assert cli("run", "rename", saved.run_id, name).code == 0
+    assert cli("run", "info", name, "--json").json["training_run_id"] == saved.run_id
+    ran = cli("run", "rename", name, "plain")
+    assert (ran.code, "plain" in ran.out) == (0, True), ran.err
+    missed = cli("run", "info", "two  wrods")
+    assert missed.code == 1
+    assert "List them with `tinkex run list`" in missed.err
+
+
+def test_a_misspelt_name_is_refused_in_the_words_of_the_server(workshop, tmp_path, start_server):
+    """The answer of the OpenAI route was shown as JSON, and cut."""
+    with start_server(tmp_path, "--engine", "toy", "--model", DEFAULT_MODEL) as base_url:
+        ran = workshop("chat", "pirat", "-p", "Hi", "--base-url", base_url)
+    assert ran.code == 1
+    assert ran.err.startswith("Error: The model 'pirat' does not exist here.")
+    assert "`tinkex checkpoint name` gave it." in ran.err
+
+
+def test_a_name_with_a_slash_is_told_to_be_taken_for_a_model_of_the_hub(workshop, saved):
+    assert workshop("run", "rename", saved.run_id, "sft/one").code == 0
+    refused = workshop("export", "sft/one", "-o", "other").err
+    assert 'tinkex run rename "sft/one" NAME' in refused
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,9 @@ def detail_of(answer: httpx.Response) -> str:
         body = answer.json()
     except ValueError:
         body = None
-    detail = body.get("detail") if isinstance(body, dict) else None
+    body = body if isinstance(body, dict) else {}
+    error = body.get("error")  # the routes of OpenAI's protocol
+    detail = error.get("message") if isinstance(error, dict) else body.get("detail")
     if isinstance(detail, str):
         return detail
     return f"HTTP {answer.status_code}: {answer.text[:200]}".removesuffix(": ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -37,20 +37,16 @@ def read_iso_time(ctx: click.Context, param: click.Parameter, value: str | None)
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-def known_runs() -> str:
-    """The names of the runs on this machine, for people who missed one."""
-    from tinkex.runs.names import known
+def near_runs(text: str, of_server: Iterable[str] = ()) -> str:
+    """A sentence with the names near to `text`, else with the runs here; empty without any.
 
-    return ", ".join(run.name for run in known()) or "none"
-
-
-def near_runs(text: str) -> str:
-    """A sentence with the runs whose names are near to `text`, or with all; empty without any."""
+    The names are those of log folders on this machine, and those that a server knows.
+    """
     import difflib
 
     from tinkex.runs.names import known
 
-    names = [run.name for run in known()]
+    names = list(dict.fromkeys([*(run.name for run in known()), *of_server]))
     if near := difflib.get_close_matches(text, names, n=3, cutoff=0.5):
         return f" Did you mean {' or '.join(near)}?"
     return f" Runs here: {', '.join(names[:10])}." if names else ""

@@ -10,6 +10,7 @@ a name with a slash, which is a model of the hub, are not asked.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ from tinkex.wire.local_servers import living_servers, private_data_folder
 
 if TYPE_CHECKING:
     import httpx
+
+_NOT_IN_IDS = re.compile(r"[/?#% ]")
 
 
 def resolve(state: State, text: str) -> str:
@@ -61,7 +64,7 @@ def resolve_checkpoint(state: State, text: str) -> str:
     if not is_tinker_path(path):
         raise ModelNotFoundError(
             f"{text!r} is neither a checkpoint, which looks like tinker://RUN/weights/NAME, nor a "
-            f"run.{near_runs(text)}"
+            f"run.{near_names(state, text)}"
         )
     return path
 
@@ -119,7 +122,21 @@ def run_of(state: State, text: str) -> str:
         go_to(state, run)
         return _id_of(run) or text
     _go_where_found(state, _run_route(text))
-    return text
+    return _id_by_name(state, text) if _NOT_IN_IDS.search(text) else text
+
+
+def near_names(state: State, text: str) -> str:
+    """A sentence with the names near to `text`: of runs of this machine, and of the server's."""
+    answer = _get_if_there(state.base_url, "/v1/models")
+    listed = answer.json()["data"] if answer is not None and answer.status_code == 200 else []
+    named = (str(model["id"]) for model in listed if model.get("parent"))  # no base models
+    offered = [name for name in named if not is_tinker_path(name)]
+    if text in offered and "/" in text:
+        return (
+            f" The server has a run of that name, but a name with '/' is a model of the hub here. "
+            f'Call it otherwise: `tinkex run rename "{text}" NAME`.'
+        )
+    return near_runs(text, offered)
 
 
 def run_here(state: State, text: str) -> NamedRun | None:
@@ -197,9 +214,30 @@ def _asked(state: State, text: str) -> str:
         else:  # it offers such a base model, or is none of ours and will say what it knows
             offering.append(server)
     if not offering:
-        raise ModelNotFoundError(f"{refusal}{near_runs(text)}")
+        near = "" if "Did you mean" in refusal else near_runs(text)
+        raise ModelNotFoundError(f"{refusal}{near}")
     state.base_url = offering[0]
     return text
+
+
+def _id_by_name(state: State, name: str) -> str:
+    """The id of a run whose name is none that the client takes for an id.
+
+    Raises:
+        ModelNotFoundError: The server has no such run; the text has near names.
+    """
+    if "/" in name:  # the route of a run takes none, that of a model does
+        answer = _get(state.base_url, _model_route(name))
+        if answer.status_code == 200 and (path := answer.json().get("path")):
+            return TinkerPath.parse(path).run_id
+        raise ModelNotFoundError(
+            f"No training run {name!r} with a checkpoint. Find its id with `tinkex run list`."
+        )
+    answer = _get(state.base_url, _run_route(name))
+    if answer.status_code != 200:
+        refusal = detail_of(answer).replace("GET /training_runs", "`tinkex run list`")
+        raise ModelNotFoundError(refusal)
+    return str(answer.json()["training_run_id"])
 
 
 def _id_of(run: NamedRun) -> str:

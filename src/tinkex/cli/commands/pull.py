@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tinkex.cli.arguments import known_runs
 from tinkex.cli.completions import complete_model
+from tinkex.cli.names import near_names
 from tinkex.cli.output import properties, size
 from tinkex.cli.state import Leaf, State, pass_state
 from tinkex.errors import ModelNotFoundError, TinkerError
@@ -73,19 +73,19 @@ def prepare(state: State, model: str) -> None:
         return
     if os.environ.get("TINKEX_LOCAL_ENGINE"):
         return  # a toy has no weights
-    source = fetch(model)
+    source = fetch(model, state)
     if source.stands_in:
         state.note(f"Note: {source.note}")
     state.note(f"{model}: {need_of(source).words()}.")
 
 
-def fetch(model: str) -> ModelSource:
-    """The files of a base model. The error for an unknown name lists runs: it may be one's."""
+def fetch(model: str, state: State) -> ModelSource:
+    """The files of a base model. The error for an unknown name has near runs: it may be one's."""
     try:
         return _fetch(model)
     except ModelNotFoundError as exc:
-        names = known_runs()
-        raise ModelNotFoundError(f"{exc} No run is called that either; runs: {names}.") from exc
+        near = near_names(state, model)
+        raise ModelNotFoundError(f"{exc} No run is called that either.{near}") from exc
 
 
 def _fetch(model: str) -> ModelSource:
