@@ -229,6 +229,15 @@ def test_a_server_of_this_machine_that_does_not_answer_hides_no_other(cli, machi
     assert resolve(state, "caps") == ran.json["sampler_path"]
 
 
+def test_a_renamed_run_is_still_found_by_the_name_of_its_folder(cli, machine, data):
+    """`tinkex train` goes on to recommend it; the private server took it for a base model."""
+    ran = cli("train", "sft", data, *SFT, "--name", "own", "--json")
+    assert ran.code == 0, ran.err
+    assert cli("run", "rename", "own", "caps").code == 0
+    for name in ("own", "caps"):
+        assert resolve(State(), name) == ran.json["sampler_path"]
+
+
 @pytest.mark.parametrize("name", ["small", "letters", "caps"])
 def test_a_name_means_the_same_to_the_command_line_and_to_openai_clients(
     cli, machine, data, start_server, name

@@ -13,7 +13,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
@@ -127,9 +127,7 @@ def run_of(state: State, text: str) -> str:
 
 def near_names(state: State, text: str) -> str:
     """A sentence with the names near to `text`: of runs of this machine, and of the server's."""
-    answer = _get_if_there(state.base_url, "/v1/models")
-    listed = answer.json()["data"] if answer is not None and answer.status_code == 200 else []
-    named = (str(model["id"]) for model in listed if model.get("parent"))  # no base models
+    named = (str(model["id"]) for model in _listed(state) if model.get("parent"))  # no base models
     offered = [name for name in named if not is_tinker_path(name)]
     if text in offered and "/" in text:
         return (
@@ -180,10 +178,16 @@ def _of_server(state: State, text: str, run: NamedRun) -> str | None:
     if answer.status_code != 200:
         return None  # its server calls it otherwise, or is none of ours
     path = answer.json().get("path")
-    if path is None:
-        return text
+    if path is None:  # the private server takes any name for a base model of the hub
+        return text if any(model["id"] == text for model in _listed(state)) else None
     own = {TinkerPath.parse(p).run_id for p in (run.state_path, run.sampler_path) if p}
     return None if TinkerPath.parse(path).run_id in own else str(path)
+
+
+def _listed(state: State) -> list[dict[str, Any]]:
+    """The models that a command's server lists: base models, named checkpoints, runs."""
+    answer = _get_if_there(state.base_url, "/v1/models")
+    return list(answer.json()["data"]) if answer is not None and answer.status_code == 200 else []
 
 
 def _go_to_server_of(state: State, path: str) -> None:
