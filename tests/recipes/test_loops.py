@@ -317,6 +317,18 @@ def test_the_server_knows_the_settings_of_a_recipes_run(service, sft_config, tmp
     assert run.settings["data"] == sft_config.data
 
 
+def test_a_run_on_a_checkpoint_tells_the_rank_of_the_checkpoint(service, sft_config, tmp_path):
+    """It told the default, 32, whatever the checkpoint had."""
+    result = sft.train(sft_config, service, quiet, quiet)
+    further = sft.SftConfig(
+        data=sft_config.data, log_dir=str(tmp_path / "further"), model=result.state_path, epochs=0.5
+    )
+    result = sft.train(further, service, quiet, quiet)
+    rest = service.create_rest_client()
+    run = rest.get_training_run_by_tinker_path(result.state_path).result()
+    assert run.settings["rank"] == run.lora_rank == sft_config.rank != further.rank
+
+
 def test_a_resumed_recipe_is_one_run_on_the_server(service, sft_config, toy_server):
     sft.train(sft_config, service, lambda step, *others: step < 3, quiet)
     result = sft.train(sft_config, service, quiet, quiet)

@@ -223,7 +223,10 @@ class Run:
     def _told_settings(self) -> dict[str, Any]:
         """The settings of the recipe as the console compares them, `auto` as the number it is."""
         recipe = type(self._config).__module__.rpartition(".")[2]
-        return {**asdict(self._config), "learning_rate": self._peak, "recipe": recipe}
+        told = {**asdict(self._config), "learning_rate": self._peak, "recipe": recipe}
+        if self._config.model.startswith("tinker://"):
+            told["rank"] = self.training.get_info().lora_rank  # a checkpoint has its own
+        return told
 
     def _peak_of(self, model: str) -> float:
         if self._config.learning_rate != "auto":
