@@ -196,6 +196,9 @@ def test_what_the_private_server_has_is_found_beside_a_server_that_commands_join
             one["server"] for one in cli("run", "list", "--all", "--json").json["servers"]
         }
         assert everywhere == {"local", url}
+        tables = cli("run", "list", "--all").out
+        for server in everywhere:  # with the tables, also when they go to a file
+            assert f"Runs of the server {server} (" in tables
 
 
 def test_a_run_whose_server_is_gone_is_found_on_the_server_that_adopted_it(cli, machine, data):

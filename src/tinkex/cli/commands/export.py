@@ -94,7 +94,7 @@ def _named_base(state: State, adapter: Path) -> str | None:
     if folder is None:
         state.note(
             "The base model of this adapter is not on this machine: programs that load the adapter "
-            f"must find it by its name. Fetch it with `{program()} pull`."
+            f"must find it by its name. Fetch it with `{program()} pull MODEL`."
         )
     return None if folder is None else str(folder)
 

@@ -73,7 +73,8 @@ def path(state: State, name: str) -> None:
     try:
         source = resolve(name, allow_fetch=False)
     except ModelNotFoundError as exc:
-        raise click.ClickException(f"{exc} Fetch it with `{program()} pull {name}`.") from exc
+        hint = f"If the Hugging Face hub has it, `{program()} pull {name}` fetches it."
+        raise click.ClickException(f"{exc} {hint}") from exc
     if source.note:
         state.note(source.note)
     folder = str(source.path.absolute())

@@ -73,8 +73,8 @@ _INFO = "name state steps loss reward id model owner lora updated".split()
 _DEFAULT_COLUMNS = "name,state,steps,result,updated,id"
 
 
-def _listing(names: Iterable[str]) -> Listing:
-    return Listing("runs", "Training runs", dict(_COLUMNS[name] for name in names), _STYLES)
+def _listing(names: Iterable[str], title: str = "Training runs") -> Listing:
+    return Listing("runs", title, dict(_COLUMNS[name] for name in names), _STYLES)
 
 
 @click.group(cls=Noun)
@@ -102,7 +102,7 @@ def _columns(ctx: click.Context, param: click.Parameter, value: str) -> list[str
     default=_DEFAULT_COLUMNS,
     show_default=True,
     callback=_columns,
-    help=f"Columns of the table, from {','.join(_COLUMNS)}.",
+    help=f"Columns of the table, from {', '.join(_COLUMNS)}.",
 )
 @click.option("--all", "everywhere", is_flag=True, help="Of every server of this machine.")
 @pass_state
@@ -131,8 +131,8 @@ def _list_everywhere(state: State, limit: int, offset: int, columns: list[str]) 
             continue
         listings.append({"server": server, "runs": runs, "total": total})
         if state.format != "json":
-            state.note(f"Runs of the server {server}:")
-            state.show_items(_listing(columns), runs, total=total)
+            listing = _listing(columns, f"Runs of the server {server}")
+            state.show_items(listing, runs, total=total)
     if state.format == "json":
         state.show("", {"servers": listings})
 
