@@ -52,6 +52,7 @@ class Board {
     this.view = controls((view) => { for (const card of this.cards.values()) card.chart?.show(view); });
     const look = (entries) => { for (const one of entries) this.cards.get(one.target.dataset.metric)?.seen(one.isIntersecting); };
     this.eyes = new IntersectionObserver(look, { rootMargin: "300px" });
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { for (const card of this.cards.values()) card.chart?.draw(); });
     this.say("Loading metrics …");
   }
 
@@ -189,7 +190,7 @@ class Card {
 
   fill() {
     this.last = made("span", { class: "last" });
-    this.head = made("h3", { draggable: "true", title: "Drag to reorder" }, made("span", { class: "metric" }, this.name), this.last, this.menu());
+    this.head = made("h3", { draggable: "true", title: `${this.name} (drag to reorder)` }, made("span", { class: "metric" }, this.name), this.last, this.menu());
     this.box.append(this.head);
     this.chart = new Chart(this.box, this.name);
     this.chart.view = this.board.view();

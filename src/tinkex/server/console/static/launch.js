@@ -6,7 +6,15 @@ const log = document.getElementById("log"), state = document.getElementById("sta
 async function look() {
   if (document.hidden) return;
   const answer = await fetch(log.dataset.log).catch(() => null);
-  if (!answer || !answer.ok) return;
+  const age = state.nextElementSibling;
+  age.dataset.said ??= age.textContent;
+  if (!answer?.ok) { // a server that was started again knows nothing of this command
+    const isOver = answer && answer.status < 500;
+    age.textContent = isOver ? "no longer updated; load the page again" : "connection lost, trying again";
+    if (isOver) clearInterval(timer);
+    return;
+  }
+  age.textContent = age.dataset.said;
   const told = await answer.json();
   const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 40;
   if (log.textContent !== told.log) log.textContent = told.log;

@@ -60,10 +60,11 @@ function scored(logprobs) {
 }
 
 async function talk(side, text, signal) {
+  const turns = talks[side];
   const isChat = $("mode").value === "chat";
   const model = $(side).selectedOptions[0].label;
   const body = { ...asked(side, text), stream: true, stream_options: { include_usage: true } };
-  if (isChat) { body.logprobs = true; body.top_logprobs = 5; talks[side].push({ role: "user", content: text }); } else body.logprobs = 5;
+  if (isChat) { body.logprobs = true; body.top_logprobs = 5; turns.push({ role: "user", content: text }); } else body.logprobs = 5;
   show(side, "you", text);
   const line = show(side, "model", "");
   const began = performance.now();
@@ -82,9 +83,10 @@ async function talk(side, text, signal) {
       line.textContent = said;
     }
   } catch (problem) {
-    if (problem.name !== "AbortError") { line.className = "wrong"; line.textContent = problem.message; if (isChat) talks[side].pop(); return; }
+    if (problem.name !== "AbortError") { line.className = "wrong"; line.textContent = problem instanceof TypeError ? "The connection to the server was lost." : problem.message; if (isChat) turns.pop(); return; }
   }
-  if (isChat) talks[side].push({ role: "assistant", content: said });
+  if (turns !== talks[side]) return; // a new conversation began meanwhile
+  if (isChat) turns.push({ role: "assistant", content: said });
   explain(line, said, tokens);
   const seconds = ((performance.now() - began) / 1000).toFixed(1);
   show(side, "meta", usage ? `${model}: ${usage.prompt_tokens} prompt tokens, ${usage.completion_tokens} generated in ${seconds} s` : `${model}: stopped after ${seconds} s`);
@@ -165,6 +167,7 @@ async function count() {
 
 $("ask").addEventListener("submit", async (event) => {
   event.preventDefault();
+  if ($("send").disabled) return; // the Enter key while an answer is written
   const text = $("text").value;
   lastAsked = $("mode").value === "completion" ? text : "";
   if ($("mode").value === "chat") $("text").value = "";
@@ -179,13 +182,18 @@ $("ask").addEventListener("submit", async (event) => {
   showCode();
 });
 $("text").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && $("mode").value === "chat") { event.preventDefault(); $("ask").requestSubmit(); }
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing && $("mode").value === "chat") { event.preventDefault(); $("ask").requestSubmit(); }
 });
 $("stop").addEventListener("click", () => stopping && stopping.abort());
 $("clear").addEventListener("click", () => {
+  stopping?.abort();
   for (const side of ["left", "right"]) { talks[side] = []; $(`talk-${side}`).replaceChildren(); }
   $("start-hint").hidden = false;
 });
 $("ask").addEventListener("input", () => { clearTimeout(counting); counting = setTimeout(count, 300); });
 $("language").addEventListener("change", showCode);
+// A completion has no system message.
+const adapt = () => { $("system").disabled = $("mode").value === "completion"; };
+$("mode").addEventListener("change", adapt);
+adapt(); // a browser that goes back restores the choice
 showCode();

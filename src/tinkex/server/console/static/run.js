@@ -56,17 +56,26 @@ function say(now) {
   doing.textContent = why;
 }
 
-const live = new EventSource(place.dataset.live);
-live.onmessage = (event) => {
-  const told = JSON.parse(event.data);
-  take(told.curves);
-  board.say(["finished", "stopped", "failed", "lost"].includes(first[0]) ? "This run has no metrics." : "No metrics yet. They appear with the first step.");
-  say(told.doing);
-};
-// The browser tries again by itself, unless the server refuses: then the login has ended, or the run is gone.
-live.onerror = () => {
-  const isOver = live.readyState === EventSource.CLOSED;
-  board.say("The metrics could not be loaded.");
-  doing.textContent = isOver ? "no longer updated; load the page again" : "connection lost, trying again";
-};
+let live = null;
+function follow() {
+  live = new EventSource(place.dataset.live);
+  live.onmessage = (event) => {
+    const told = JSON.parse(event.data);
+    take(told.curves);
+    board.say(["finished", "stopped", "failed", "lost"].includes(first[0]) ? "This run has no metrics." : "No metrics yet. They appear with the first step.");
+    say(told.doing);
+  };
+  // The browser tries again by itself, unless the server refuses: then the login has ended, or the run is gone.
+  live.onerror = () => {
+    const isOver = live.readyState === EventSource.CLOSED;
+    board.say("The metrics could not be loaded.");
+    doing.textContent = isOver ? "no longer updated; load the page again" : "connection lost, trying again";
+  };
+}
+follow();
+// A browser has six connections to a host, for all its tabs together: a tab that nobody sees takes none.
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) live.close();
+  else if (live.readyState === EventSource.CLOSED) follow();
+});
 addEventListener("pagehide", () => live.close());

@@ -1,13 +1,13 @@
-// The list: chosen runs are compared or deleted; filters apply when they are changed.
+// The list: it follows what runs do, chosen ones are compared or deleted, filters apply when they are changed.
 "use strict";
 
 const form = document.getElementById("chosen");
 if (form) {
   const all = document.getElementById("choose-all"), said = document.getElementById("num-chosen");
   const compare = document.getElementById("compare"), remove = document.getElementById("delete-chosen");
-  const boxes = [...form.querySelectorAll("input[name=runs]")], idle = said.textContent;
+  const body = form.querySelector("tbody"), idle = said.textContent;
   const show = () => {
-    const chosen = boxes.filter((box) => box.checked);
+    const boxes = [...body.querySelectorAll("input[name=runs]")], chosen = boxes.filter((box) => box.checked);
     compare.disabled = chosen.length < 2;
     all.checked = chosen.length === boxes.length;
     all.indeterminate = chosen.length > 0 && !all.checked;
@@ -27,10 +27,40 @@ if (form) {
       verb: chosen.length === 1 ? "Delete run" : `Delete ${chosen.length} runs`,
     });
   };
-  all.addEventListener("change", () => { for (const box of boxes) box.checked = all.checked; show(); });
+  all.addEventListener("change", () => { for (const box of body.querySelectorAll("input[name=runs]")) box.checked = all.checked; show(); });
   form.addEventListener("change", show);
   addEventListener("pageshow", show); // a browser that goes back restores the ticks
   show();
 }
+
+// Take what changed from the same page of now; what is ticked, focused or marked stays.
+function renew(fresh) {
+  const body = form?.querySelector("tbody"), now = fresh.querySelector("#chosen tbody");
+  if (!body || !now) { if (body || now) location.reload(); return; } // the first run came, or the last one went
+  const idOf = (row) => row.querySelector("input[name=runs]").value;
+  const known = new Map([...body.rows].map((row) => [idOf(row), row]));
+  const rows = [...now.rows].map((row) => {
+    const old = known.get(idOf(row));
+    if (!old) return row;
+    [...row.cells].slice(1).forEach((cell, at) => {
+      const shown = old.cells[at + 1];
+      if (shown.innerHTML !== cell.innerHTML && !shown.contains(document.activeElement)) shown.replaceWith(cell);
+    });
+    return old;
+  });
+  if (rows.length !== body.rows.length || rows.some((row, at) => row !== body.rows[at])) body.replaceChildren(...rows);
+  document.querySelector("h1 .count").textContent = fresh.querySelector("h1 .count").textContent;
+  form.dispatchEvent(new Event("change"));
+}
+
+const LOOK_MS = 10000;
+async function look() {
+  const began = performance.now();
+  const answer = document.hidden || !getSelection().isCollapsed ? null : await fetch(location.href).catch(() => null);
+  if (answer?.ok && !answer.redirected) renew(new DOMParser().parseFromString(await answer.text(), "text/html"));
+  setTimeout(look, Math.max(LOOK_MS, 50 * (performance.now() - began))); // what takes long is asked for less often
+}
+if (!document.querySelector(".settings-table")) setTimeout(look, LOOK_MS);
+
 const filters = document.getElementById("filters");
 for (const choice of filters.querySelectorAll("select")) choice.addEventListener("change", () => filters.requestSubmit());

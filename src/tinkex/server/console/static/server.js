@@ -6,12 +6,22 @@ function size(bytes) {
   return `${bytes} B`;
 }
 
+// What ails the server, or for how long it is up; "up for" is written as in server.html.
+function health(trouble, uptime_s = 0) {
+  const [word, why] = document.querySelectorAll("#health > *");
+  word.className = `status ${trouble ? "lost" : "running"}`;
+  word.textContent = trouble ? "trouble" : "healthy";
+  const up = uptime_s < 120 ? `${Math.floor(uptime_s)} seconds` : uptime_s < 7200 ? `${Math.floor(uptime_s / 60)} minutes` : `${(uptime_s / 3600).toFixed(1)} hours`;
+  why.textContent = trouble || `up for ${up}`;
+}
+
 let before = null;
 async function look() {
   if (document.hidden) return;
   const answer = await fetch("/console/api/server?brief=true").catch(() => null);
-  if (!answer || !answer.ok) return;
+  if (!answer?.ok) { health(answer && answer.status < 500 ? "no longer updated; load the page again" : "connection lost, trying again"); return; }
   const told = await answer.json();
+  health(told.trouble, told.uptime_s);
   // The server adds tokens up every few seconds; in between it tells the same again.
   const isNew = !before || told.at > before.at;
   for (const place of before && isNew ? document.querySelectorAll("[data-rate]") : []) {
