@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -186,6 +187,24 @@ async def test_folders_are_compared(seen):
     assert 'title="No baseline">baseline</a>' in page.text
 
 
+async def test_runs_that_are_too_many_to_compare_are_counted(seen):
+    for index in range(20):
+        ours(seen.root / f"more{index}")
+    fresh = create_app(seen.root, "s")
+    transport = httpx.ASGITransport(fresh)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
+        client.cookies.set("tinkex_console_1", "s")
+        listed = (await client.get("/console/api/runs")).json()["runs"]
+        ids = [run["run_id"] for run in listed]
+        few = await client.get("/console/compare", params={"runs": ids[:12]})
+        assert "left-out" not in few.text
+        many = await client.get("/console/compare", params={"runs": ids})
+        assert "the first 12 of the 22 chosen runs" in many.text
+        all_of_a_page = [*ids, *(f"r{index}" for index in range(178))]
+        many = await client.get("/console/compare", params={"runs": all_of_a_page})
+        assert "the first 12 of the 200 chosen runs" in many.text
+
+
 def test_the_command_serves_the_folder(tmp_path: Path):
     ours(tmp_path / "run")
     command = [sys.executable, "-m", "tinkex.cli", "console", "--log-dir", str(tmp_path)]
@@ -246,3 +265,34 @@ async def test_a_run_that_goes_while_it_is_listed_is_left_out(seen):
     (seen.root / "sft" / "metrics.jsonl").unlink()
     listed = (await seen.client.get("/console/api/runs")).json()
     assert {run["name"] for run in listed["runs"]} == {"deep/cookbook"}
+
+
+async def test_what_is_not_finite_is_told_and_is_no_last_value(seen):
+    """A run that diverged must not look like one that stopped at its last finite loss."""
+    folder = seen.root / "diverged"
+    lines = [{"step": 0, "loss": 2.0, "kl": 0.1}, {"step": 1, "loss": math.nan, "kl": math.inf}]
+    write(folder / "metrics.jsonl", *lines, {"step": 2, "loss": math.nan, "kl": 0.2})
+    write(seen.root / "never" / "metrics.jsonl", {"step": 0, "loss": -math.inf})
+    fresh = create_app(seen.root, "s")
+    transport = httpx.ASGITransport(fresh)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:1") as client:
+        client.cookies.set("tinkex_console_1", "s")
+        page = (await client.get("/console")).text
+        assert page.count("NaN <small>loss</small>") == 2
+        listed = (await client.get("/console/api/runs")).json()["runs"]
+        run_id = next(run["run_id"] for run in listed if run["name"] == "diverged")
+        page = (await client.get(f"/console/runs/{run_id}")).text
+        assert "<strong>kl</strong> 1 time, last at step 1" in page
+        assert "<strong>loss</strong> 2 times, last at step 2" in page
+
+
+@pytest.mark.parametrize(
+    ("step_s", "silent_s", "status"),
+    [(5, 30, "running"), (5, 90, "stopped"), (300, 600, "running"), (300, 1200, "stopped")],
+)
+def test_a_run_of_long_steps_runs_between_them(tmp_path: Path, step_s, silent_s, status):
+    file = tmp_path / "metrics.jsonl"
+    write(file, *({"step": step, "time": 1e9 + step * step_s} for step in range(4)))
+    write(tmp_path / "command.json", {})
+    written_at = time.time() - silent_s
+    assert folder_runs._status(tmp_path, written_at) == status

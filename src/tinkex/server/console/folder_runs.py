@@ -17,7 +17,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,16 @@ MAX_OPEN = 256
 LOOK_S = 2.0
 FRESH_S = 60.0
 """A run whose file grew this lately is called running."""
+LATE = 3
+"""And one whose steps take longer, until its next step is so many times as late as its last ones."""
+LONGEST_STEP_S = 3600.0
+STEPS = 10
+"""The last steps whose time is looked at, and the bytes of a file's end that have them."""
+MAX_END = 64 * 1024
 # What the list shows: of RL the reward, since its loss is near zero; the names of tinker-cookbook.
 _SHOWN = ("reward", "env/all/reward/total", "loss", "train_mean_nll", "test/nll")
 _REASONS = {
-    "running": "written within the last minute",
+    "running": "",
     "stopped": "ended before its last step",
     "finished": "",
 }
@@ -90,6 +97,14 @@ class Lines:
 
 
 @dataclass(slots=True)
+class NotFinite:
+    """How often a metric was NaN or infinite, and at which step last."""
+
+    count: int = 0
+    last_step: float = 0
+
+
+@dataclass(slots=True)
 class Folder:
     path: Path
     metrics: Lines
@@ -101,6 +116,8 @@ class Folder:
     last_step: float = 0
     clock: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    not_finite: dict[str, NotFinite] = field(default_factory=dict)
+    """Metrics that were NaN or infinite, which no curve can show."""
     _shown: dict[str, Curve] = field(default_factory=dict)
 
     @classmethod
@@ -114,6 +131,7 @@ class Folder:
             if self.metrics.was_cut:
                 self.metrics.offset, self.num_lines, self.clock = 0, 0, 0.0
                 self.curves.clear()
+                self.not_finite.clear()
             for _, line in self.metrics.new():
                 self._take(line)
             if self.metrics.offset != before:
@@ -130,12 +148,29 @@ class Folder:
         )
         for given, value in line.items():
             name, number = given[:100], number_in(value)
-            if number is None or given in ("step", "time"):
+            if given in ("step", "time"):
+                continue
+            if number is None:
+                self._count_not_finite(name, value)
                 continue
             if name in self.curves or len(self.curves) < MAX_CURVES:
                 curve = self.curves.setdefault(name, Curve())
                 limit = most_points(len(self.curves))
                 curve.add(self.last_step, number, self.clock, limit=limit)
+
+    def _count_not_finite(self, name: str, value: object) -> None:
+        if not isinstance(value, float) or math.isfinite(value):
+            return
+        if name in self.not_finite or len(self.not_finite) < MAX_CURVES:
+            counted = self.not_finite.setdefault(name, NotFinite())
+            counted.count, counted.last_step = counted.count + 1, self.last_step
+
+    def last_of(self, name: str) -> float | None:
+        """The last value of a metric, NaN where it was not finite. Blocks."""
+        curve, counted = self.look().get(name), self.not_finite.get(name)
+        if counted and (curve is None or not curve.steps or counted.last_step > curve.steps[-1]):
+            return math.nan
+        return curve.values[-1] if curve and curve.values else None
 
     def rollout_steps(self) -> list[int]:
         """The steps of which there are answers. Blocks."""
@@ -238,15 +273,15 @@ class FolderRuns(Source):
     def _row(self, run_id: str, query: Query) -> dict[str, Any]:
         folder = self._folder(run_id)
         curves = folder.look()
-        name = next((name for name in _SHOWN if name in curves), None)
-        values = curves[name].values if name else []
+        name = next((one for one in _SHOWN if one in curves or one in folder.not_finite), None)
+        values = curves[name].values if name and name in curves else []
         tokens = next((curves[n] for n in _TOKENS if n in curves), None)
         return {
             **self._head(run_id, folder),
             **(_settings(folder) if query.view == "settings" else {}),
             "steps": folder.num_lines,
             "metric": name,
-            "last": values[-1] if values else None,
+            "last": folder.last_of(name) if name else None,
             "tokens": int(sum(tokens.values) * tokens.stride) if tokens else 0,
             "spark": spark(values),
         }
@@ -286,7 +321,9 @@ class FolderRuns(Source):
         file = folder.path / CHECKPOINTS_FILE
         saved = [line for _, line in Lines(file).new()] if file.is_file() else []
         paths = [line for line in saved if isinstance(line.get("state_path"), str)]
+        folder.look()
         return {
+            "not_finite": {name: asdict(one) for name, one in folder.not_finite.items()},
             **self._head(run_id, folder),
             **_settings(folder),
             "segments": [],
@@ -367,9 +404,24 @@ def _status(path: Path, written_at: float) -> str:
     """In the words of a server's runs. Only folders of `tinkex train` say whether they ended."""
     if (_written_at(path / FINISHED_FILE) or 0.0) >= written_at:
         return "finished"
-    if time.time() - written_at < FRESH_S:
+    silent_s = time.time() - written_at
+    if silent_s < FRESH_S or (
+        silent_s < LATE * LONGEST_STEP_S and silent_s < LATE * _step_s(path / METRICS)
+    ):
         return "running"
     return "stopped" if (path / COMMAND_FILE).is_file() else "finished"
+
+
+def _step_s(file: Path) -> float:
+    """How long the longest of a run's last steps took, by the times in its file; 0 if unknown."""
+    try:
+        with file.open("rb") as source:
+            source.seek(max(0, source.seek(0, os.SEEK_END) - MAX_END))
+            lines = map(_object, source.read().splitlines()[-STEPS:])
+    except OSError:
+        return 0.0
+    times = [at for line in lines if line and (at := number_in(line.get("time"))) is not None]
+    return min(max((b - a for a, b in pairwise(times)), default=0.0), LONGEST_STEP_S)
 
 
 def _checkpoint(path: str, step: Any) -> dict[str, Any]:

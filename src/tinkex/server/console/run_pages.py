@@ -57,7 +57,7 @@ MAX_COMPARED = 12
 
 Number = Annotated[int, Query(ge=0, le=1_000_000)]
 Text = Annotated[str, Query(max_length=200)]
-RunIds = Annotated[list[inputs.Text], Query(default_factory=list, max_length=100)]
+RunIds = Annotated[list[inputs.Text], Query(default_factory=list, max_length=sources.SETTINGS_PAGE)]
 """Several, or one text with several ids separated by commas."""
 
 
@@ -65,8 +65,12 @@ MetricNames = Annotated[list[Text], Query(default_factory=list, max_length=50)]
 
 
 def _run_ids(runs: list[str]) -> list[str]:
-    ids = ",".join(runs)[:5000].split(",")
-    return list(dict.fromkeys(run_id for run_id in ids if run_id))[:MAX_COMPARED]
+    return _all_run_ids(runs)[:MAX_COMPARED]
+
+
+def _all_run_ids(runs: list[str]) -> list[str]:
+    ids = ",".join(runs)[:20_000].split(",")
+    return list(dict.fromkeys(run_id for run_id in ids if run_id))
 
 
 def _eyes(request: Request, user: User) -> User | None:
@@ -339,6 +343,7 @@ async def compare_page(
         user,
         address=address,
         runs=found,
+        num_left_out=max(len(_all_run_ids(runs)) - MAX_COMPARED, 0),
         ids=",".join(ids),
         drawn=orjson.dumps(drawn).decode(),
         settings=settings_view(found, baseline),

@@ -7,6 +7,7 @@ other host; `tests/server/console` holds every page to it.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from functools import cache
@@ -64,6 +65,8 @@ def byte_size(size: float) -> str:
 
 def number(value: float) -> str:
     """A measured value as people read it, with four digits or more."""
+    if math.isnan(value):
+        return "NaN"
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
