@@ -486,3 +486,5 @@ def test_a_phone_can_read_it(page, world):
     for path in ("/console", run, f"{run}/rollouts", "/console/playground", "/console/server"):
         page.goto(f"{world.base_url}{path}")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390, path
+        menu = "(({ scrollWidth, clientWidth }) => scrollWidth <= clientWidth)"
+        assert page.evaluate(f"{menu}(document.querySelector('header nav'))"), path

@@ -35,6 +35,10 @@ CUT_TABLES = (
     "box.offsetParent && box.scrollWidth > box.clientWidth).map((box) => box.textContent)"
 )
 """Tables of which a part is out of sight."""
+CUT_TEXTS = (
+    "[...document.querySelectorAll('main pre')].filter((box) => "
+    "box.offsetParent && box.scrollWidth > box.clientWidth).map((box) => box.textContent)"
+)
 VIEWS = {
     "/console": ("", "?view=settings", "?view=folders", "?q=no-such-run"),
     "/console/login": ("/login",),
@@ -103,6 +107,7 @@ def _look(page: Any, address: str) -> None:
     for width in WIDTHS:
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= width, (address, width)
+        assert page.evaluate(CUT_TEXTS) == [], address
         if width == min(WIDTHS):
             assert page.evaluate(CUT_TABLES) == [], address
         if AXE is not None:
@@ -141,7 +146,7 @@ def folders(tmp_path: Path) -> Iterator[SimpleNamespace]:
     answer = {
         "step": 8,
         "group": 0,
-        "prompt": "1+1 " * 500,
+        "prompt": "1+1 " * 500 + "w" * 600,
         "text": "2 " * 999,
         "reward": 1.0,
         "tokens": [2],

@@ -41,7 +41,8 @@ async def login(request: Request, key: Annotated[str, Form(max_length=500)]) -> 
     except ApiError as exc:
         told = put_off(request, exc)
         assert isinstance(told, ApiError)
-        refused = page(request, "login.html", None, told.status, message=str(told))
+        message = str(told).removesuffix(" Check TINKER_API_KEY.")  # in a browser there is none
+        refused = page(request, "login.html", None, told.status, message=message)
         refused.headers.update(told.headers)
         return refused
     return response
