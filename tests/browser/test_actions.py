@@ -85,6 +85,7 @@ def test_a_run_is_started_stopped_resumed_and_exported(page, world):
     expect(_status(page)).to_have_text("stopped")
     page.get_by_role("link", name="Runs", exact=True).first.click()
     page.get_by_role("link", name=name).first.click()
+    expect(page.locator(".facts")).to_contain_text("resumed 2 times, last ")
     page.get_by_role("link", name="Export").first.click()
     expect(page.get_by_label("Path")).to_have_value(re.compile("^tinker://"))
     page.get_by_label("Output").fill(str(world.folder / f"adapter-{page.scheme}"))

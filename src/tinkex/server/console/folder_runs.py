@@ -51,11 +51,11 @@ LOOK_S = 2.0
 FRESH_S = 60.0
 """A run whose file grew this lately is called running."""
 LATE = 3
-"""And one whose steps take longer, until its next step is so many times as late as its last ones."""
+"""Where steps take longer: until the next is so many times as late as the last ones were."""
 LONGEST_STEP_S = 3600.0
-STEPS = 10
+NUM_TIMED = 10
 """The last steps whose time is looked at, and the bytes of a file's end that have them."""
-MAX_END = 64 * 1024
+MAX_TAIL = 64 * 1024
 # What the list shows: of RL the reward, since its loss is near zero; the names of tinker-cookbook.
 _SHOWN = ("reward", "env/all/reward/total", "loss", "train_mean_nll", "test/nll")
 _REASONS = {
@@ -416,8 +416,8 @@ def _step_s(file: Path) -> float:
     """How long the longest of a run's last steps took, by the times in its file; 0 if unknown."""
     try:
         with file.open("rb") as source:
-            source.seek(max(0, source.seek(0, os.SEEK_END) - MAX_END))
-            lines = map(_object, source.read().splitlines()[-STEPS:])
+            source.seek(max(0, source.seek(0, os.SEEK_END) - MAX_TAIL))
+            lines = map(_object, source.read().splitlines()[-NUM_TIMED:])
     except OSError:
         return 0.0
     times = [at for line in lines if line and (at := number_in(line.get("time"))) is not None]

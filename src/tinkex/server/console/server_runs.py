@@ -128,6 +128,8 @@ class ServerRuns(Source):
             **self._head(model, session),
             **_settings(model, session),
             "segments": [segment.model_id for segment in segments],
+            "age": age(segments[0].created_at),
+            "resumed_age": age(model.created_at),
             "checkpoints": [_checkpoint(one) for one in checkpoints],
             "resume": resume(weights[0].path) if weights else "",
         }

@@ -38,6 +38,8 @@ const arrangement = {
   write(kept) { try { localStorage.setItem(this.key, JSON.stringify(kept)); } catch { /* for this page only, then */ } },
 };
 
+function heading(name, count) { return made("summary", {}, made("h2", {}, name, made("span", { class: "count" }, ` ${count}`))); }
+
 class Board {
   // `fetchWhole(name)` brings all points of a metric of which the page has a part.
   constructor(place, fetchWhole) {
@@ -113,7 +115,7 @@ class Board {
     box.open = !this.kept.folded.includes(name);
     box.dataset.section = name;
     const grid = made("div", { class: "charts" }, ...metrics.map((metric) => this.cards.get(metric).box));
-    box.append(made("summary", {}, name, made("span", { class: "count" }, ` ${metrics.length}`)), grid);
+    box.append(heading(name, metrics.length), grid);
     box.addEventListener("toggle", () => {
       this.kept.folded = [...this.kept.folded.filter((one) => one !== name), ...(box.open ? [] : [name])];
       arrangement.write(this.kept);
@@ -135,7 +137,7 @@ class Board {
       const values = this.lasts(name).map((value, at) => made("td", { class: "num long", "data-label": this.runs[at].name }, value === undefined ? "–" : exact(value)));
       body.insertRow().append(made("th", { scope: "row" }, name), ...values);
     }
-    const box = made("details", { class: "section constants" }, made("summary", {}, "Constant", made("span", { class: "count" }, ` ${names.length}`)), made("div", { class: `scroll narrow card${this.runs.length > 1 ? " cards" : ""}`, tabindex: "0" }, table));
+    const box = made("details", { class: "section constants" }, heading("Constant", names.length), made("div", { class: `scroll narrow card${this.runs.length > 1 ? " cards" : ""}`, tabindex: "0" }, table));
     return [box];
   }
 

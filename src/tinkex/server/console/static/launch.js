@@ -28,5 +28,6 @@ async function look() {
   if (hint) hint.textContent = hint.dataset.ended;
   clearInterval(timer);
 }
+log.scrollTop = log.scrollHeight;
 const timer = setInterval(look, 2000);
 look();
