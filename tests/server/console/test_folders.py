@@ -284,6 +284,8 @@ async def test_what_is_not_finite_is_told_and_is_no_last_value(seen):
         page = (await client.get(f"/console/runs/{run_id}")).text
         assert "<strong>kl</strong> 1 time, last at step 1" in page
         assert "<strong>loss</strong> 2 times, last at step 2" in page
+        page = (await client.get("/console/compare", params={"runs": run_id})).text
+        assert "NaN or infinite in diverged" in page
 
 
 @pytest.mark.parametrize(
