@@ -406,7 +406,7 @@ def _status(path: Path, written_at: float) -> str:
         return "finished"
     silent_s = time.time() - written_at
     if silent_s < FRESH_S or (
-        silent_s < LATE * LONGEST_STEP_S and silent_s < LATE * _step_s(path / METRICS)
+        silent_s < LATE * LONGEST_STEP_S and silent_s < LATE * _step_s(path / METRICS_FILE)
     ):
         return "running"
     return "stopped" if (path / COMMAND_FILE).is_file() else "finished"
