@@ -56,14 +56,14 @@ def member(engine: str, threads: int | None = None) -> ProcessWorker:
 @asynccontextmanager
 async def opened(size: int, engine: str, threads: int | None = None) -> AsyncIterator[Pool]:
     with tempfile.TemporaryDirectory() as folder:
-        exchange = Path(folder) / "exchange"
+        rendezvous = Path(folder) / "rendezvous"
         deterministic = engine.startswith("toy")
         members = [member(engine, threads) for _ in range(size)]
         pool = Pool(
             members,
-            exchange=exchange,
+            rendezvous=rendezvous,
             deterministic=deterministic,
-            meeting_timeout_s=60.0,
+            all_reduce_timeout_s=60.0,
         )
         await pool.start()
         await asyncio.gather(*(one.wait_ready() for one in pool.members))

@@ -27,19 +27,19 @@ async def main(address: str, folder: Path, model: str) -> None:
     always_split(pytest.MonkeyPatch())
     is_toy = model == "toy"
     one = child(TOY) if is_toy else torch_member(deterministic=True)
-    async with opened([one], folder / "one" / "exchange") as pool:
+    async with opened([one], folder / "one" / "rendezvous") as pool:
         alone = Run(pool, model)
         end = await whole_run(alone, folder / "one")
-    exchange = folder / "two" / "exchange"
+    rendezvous = folder / "two" / "rendezvous"
     cluster = await asyncio.to_thread(Cluster.connect, address)
     spec = WorkerSpec(engine=TOY) if is_toy else WorkerSpec(engine="torch", deterministic=True)
-    plan = PoolPlan(spec=spec, exchange=exchange, meeting_timeout_s=60.0)
+    plan = PoolPlan(spec=spec, rendezvous=rendezvous, all_reduce_timeout_s=60.0)
     members = await asyncio.to_thread(ClusterPool, cluster, plan)
     await members.start()
     await asyncio.gather(*(member.wait_ready() for member in members.members))
     together = Run(members, model)
     end_together = await whole_run(together, folder / "two")
-    left = [file.name for file in exchange.iterdir()]
+    left = [file.name for file in rendezvous.iterdir()]
     await members.close()
     said = {
         "num_workers": together.most_workers,

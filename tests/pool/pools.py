@@ -123,16 +123,16 @@ def torch_member(deterministic: bool, **options: Any) -> EngineWorker:
 @asynccontextmanager
 async def opened(
     members: Sequence[Worker],
-    exchange: Path | None = None,
+    rendezvous: Path | None = None,
     *,
     deterministic: bool = True,
-    meeting_timeout_s: float = 60.0,
+    all_reduce_timeout_s: float = 60.0,
 ) -> AsyncIterator[Pool]:
     pool = Pool(
         members,
-        exchange=exchange,
+        rendezvous=rendezvous,
         deterministic=deterministic,
-        meeting_timeout_s=meeting_timeout_s,
+        all_reduce_timeout_s=all_reduce_timeout_s,
     )
     await pool.start()
     try:

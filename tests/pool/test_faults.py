@@ -142,7 +142,7 @@ async def test_no_memory_on_one_member_fails_the_pass_in_words_and_the_pool_goes
         EngineWorker(lambda: toy_engine(config), "large"),
         EngineWorker(lambda: Full(toy_engine(config)), "small"),
     ]
-    async with opened(members, tmp_path / "exchange") as pool:
+    async with opened(members, tmp_path / "rendezvous") as pool:
         run = Run(pool, "toy")
         await run.create()
         placement = pool.place("a")
@@ -154,7 +154,7 @@ async def test_no_memory_on_one_member_fails_the_pass_in_words_and_the_pool_goes
         assert (await again.train(1)).num_tokens > 0
 
 
-def tight_pool(exchange: Path) -> Pool:
+def tight_pool(rendezvous: Path) -> Pool:
     """Two engines, one of which has no room for a datum of more than forty tokens."""
     from tinkex.engine.torch.config import EngineConfig
     from tinkex.engine.torch.engine import TorchEngine
@@ -181,7 +181,7 @@ def tight_pool(exchange: Path) -> Pool:
         return engine
 
     tight = EngineWorker(make_tight, "tight")
-    return Pool([tight, torch_member(deterministic=False)], exchange=exchange)
+    return Pool([tight, torch_member(deterministic=False)], rendezvous=rendezvous)
 
 
 async def tiny_model(world: AppWorld, session: str, number: int, base_model: str) -> str:
@@ -193,7 +193,7 @@ async def test_no_memory_on_one_device_fails_the_pass_to_blame_and_nothing_else(
     tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A real engine, whose device has no room for passes with long datums; through the server."""
-    monkeypatch.setattr(app_world, "make_pool", lambda config: tight_pool(tmp_path / "exchange"))
+    monkeypatch.setattr(app_world, "make_pool", lambda config: tight_pool(tmp_path / "rendezvous"))
     async with open_app(tmp_path / "tight", engine="torch", models=(tiny,)) as world:
         session = await world.session()
         mine, theirs = [await tiny_model(world, session, n, tiny) for n in range(2)]

@@ -35,7 +35,7 @@ def _split(monkeypatch: pytest.MonkeyPatch) -> None:
     ("settings", "share"),
     [
         ({}, True),
-        ({"meeting_timeout_s": 0.0}, False),
+        ({"all_reduce_timeout_s": 0.0}, False),
         ({"engine": "toy"}, True),
         ({"group_size": 2}, True),
     ],
@@ -95,9 +95,9 @@ async def test_members_that_cannot_come_together_cost_a_replay_and_share_no_more
     monkeypatch.setattr(reduction, name, broken)
     pool = Pool(
         [torch_member(deterministic=True) for _ in range(2)],
-        exchange=tmp_path / "exchange",
+        rendezvous=tmp_path / "rendezvous",
         deterministic=True,
-        meeting_timeout_s=timeout_s,
+        all_reduce_timeout_s=timeout_s,
     )
     assert await losses(tmp_path / "two", tiny, pool, monkeypatch) == (expected, 1)
     assert pool.groups is not None
@@ -108,7 +108,7 @@ async def test_groups_of_devices_share_a_run_to_the_bit(tiny: str, tmp_path: Pat
     seen, ends = [], []
     for size in (1, 2):
         members = [torch_member(deterministic=True, group=("cpu", "cpu")) for _ in range(size)]
-        async with opened(members, tmp_path / f"{size}-exchange") as pool:
+        async with opened(members, tmp_path / f"{size}-rendezvous") as pool:
             run = Run(pool, tiny)
             await run.create()
             await run.until_shared(size)
@@ -125,7 +125,7 @@ async def test_groups_of_devices_share_a_run_to_the_bit(tiny: str, tmp_path: Pat
 
 async def test_a_member_that_comes_back_forms_a_new_group(tiny: str, tmp_path: Path) -> None:
     members: list[EngineWorker] = [torch_member(deterministic=True) for _ in range(2)]
-    folder = tmp_path / "exchange"
+    folder = tmp_path / "rendezvous"
     async with opened(members, folder) as pool:
         run = Run(pool, tiny)
         for number in (1, 2):

@@ -180,12 +180,12 @@ async def test_a_long_prompt_is_read_once_and_a_refusal_ends_all_parts() -> None
         assert [pool._router.backlog.of(member) for member in pool.members] == [0, 0]
 
 
-async def test_the_exchange_may_be_elsewhere_and_is_emptied(tmp_path: Path) -> None:
+async def test_the_rendezvous_folder_may_be_elsewhere_and_is_emptied(tmp_path: Path) -> None:
     """On a memory file system, say: it is a mount or a link then."""
     elsewhere = tmp_path / "memory"
     (elsewhere / "old-join").mkdir(parents=True)
     (elsewhere / "old.grad").write_bytes(b"old")
-    (tmp_path / "exchange").symlink_to(elsewhere)
-    async with opened([child()], tmp_path / "exchange"):
+    (tmp_path / "rendezvous").symlink_to(elsewhere)
+    async with opened([child()], tmp_path / "rendezvous"):
         assert list(elsewhere.iterdir()) == []
-        assert (tmp_path / "exchange").is_symlink()
+        assert (tmp_path / "rendezvous").is_symlink()

@@ -61,14 +61,14 @@ async def test_any_number_of_toys_gives_the_same_bits(tmp_path: Path, size: int)
     for number in (1, size):
         members = [child(TOY) for _ in range(number)]
         folder = tmp_path / str(number)
-        async with opened(members, folder / "exchange") as pool:
+        async with opened(members, folder / "rendezvous") as pool:
             run = Run(pool, "toy")
             ends.append(await whole_run(run, folder))
             seen.append(run.seen)
     assert run.most_workers == size
     assert seen[0] == seen[1]
     assert ends[0] == ends[1]
-    left = [file.suffix for file in (folder / "exchange").iterdir()]
+    left = [file.suffix for file in (folder / "rendezvous").iterdir()]
     assert set(left) <= {".group"}, "only where members found each other"
 
 
@@ -80,7 +80,7 @@ async def test_any_number_of_engines_gives_the_same_bits(
     for number in (1, size):
         folder = tmp_path / str(number)
         members = [torch_member(deterministic=True) for _ in range(number)]
-        async with opened(members, folder / "exchange") as pool:
+        async with opened(members, folder / "rendezvous") as pool:
             run = Run(pool, tiny)
             ends.append(await whole_run(run, folder))
             seen.append(run.seen)
@@ -98,7 +98,7 @@ async def test_without_determinism_the_numbers_are_equal_within_rounding(
     for number in (1, 3):
         members = [torch_member(deterministic=False) for _ in range(number)]
         folder = tmp_path / str(number)
-        async with opened(members, folder / "exchange", deterministic=False) as pool:
+        async with opened(members, folder / "rendezvous", deterministic=False) as pool:
             run = Run(pool, tiny)
             await run.create()
             await run.until_shared(number)
@@ -122,14 +122,14 @@ async def test_without_determinism_the_numbers_are_equal_within_rounding(
 
 async def test_two_tenants_on_one_pool_do_not_touch_each_other(tmp_path: Path) -> None:
     async def alone(adapter_id: str, seed: int) -> tuple[list[Any], str]:
-        async with opened([child(TOY)], tmp_path / f"{adapter_id}-exchange") as pool:
+        async with opened([child(TOY)], tmp_path / f"{adapter_id}-rendezvous") as pool:
             run = Run(pool, "toy", adapter_id, seed)
             await run.create()
             await run.steps(4)
             return run.seen, await run.saved(tmp_path / f"{adapter_id}-alone")
 
     expected = [await alone("a", 1), await alone("b", 2)]
-    async with opened([child(TOY) for _ in range(3)], tmp_path / "exchange") as pool:
+    async with opened([child(TOY) for _ in range(3)], tmp_path / "rendezvous") as pool:
         runs = [Run(pool, "toy", "a", 1), Run(pool, "toy", "b", 2)]
         await asyncio.gather(*(run.create() for run in runs))
         await asyncio.gather(*(run.steps(4) for run in runs))
@@ -139,7 +139,7 @@ async def test_two_tenants_on_one_pool_do_not_touch_each_other(tmp_path: Path) -
 
 
 async def test_a_pass_that_one_member_refuses_leaves_no_trace_that_is_used(tmp_path: Path) -> None:
-    async with opened([child(TOY) for _ in range(2)], tmp_path / "exchange") as pool:
+    async with opened([child(TOY) for _ in range(2)], tmp_path / "rendezvous") as pool:
         run = Run(pool, "toy")
         await run.create()
         await run.until_shared(2)
@@ -162,7 +162,7 @@ async def test_a_small_pass_stays_on_one_member(
 ) -> None:
     monkeypatch.setattr("tinkex.server.workers.placement.PART_S", 0.01)
     engine = "toy:train_token_latency_s=1e-3"
-    async with opened([child(engine) for _ in range(2)], tmp_path / "exchange") as pool:
+    async with opened([child(engine) for _ in range(2)], tmp_path / "rendezvous") as pool:
         run = Run(pool, "toy")
         await run.create()
         for _ in range(6):
@@ -186,7 +186,7 @@ async def test_pipelined_calls_keep_their_order(tmp_path: Path) -> None:
     ends = []
     for number in (1, 3):
         members = [child(TOY) for _ in range(number)]
-        async with opened(members, tmp_path / f"{number}-exchange") as pool:
+        async with opened(members, tmp_path / f"{number}-rendezvous") as pool:
             run = Run(pool, "toy")
             await run.create()
             await run.until_shared(number)

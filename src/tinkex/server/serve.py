@@ -306,9 +306,9 @@ def make_pool(config: ServerConfig) -> Pool:
     threads = max(1, cores() // num_processes) if shares_cores else None
     return Pool(
         [make_worker(config, index, device, threads) for index, device in enumerate(devices)],
-        exchange=config.data_dir / "exchange",
+        rendezvous=config.data_dir / "rendezvous",
         deterministic=config.deterministic or config.engine_kind.splits_exactly,
-        meeting_timeout_s=config.meeting_timeout_s,
+        all_reduce_timeout_s=config.all_reduce_timeout_s,
     )
 
 
@@ -323,8 +323,8 @@ def _make_cluster_pool(config: ServerConfig) -> Pool:
         group_size=config.group_size,
         start_timeout_s=config.worker_start_timeout_s,
         budget=Budget(turn_s=config.stuck_after_s),
-        exchange=config.data_dir / "exchange",
-        meeting_timeout_s=config.meeting_timeout_s,
+        rendezvous=config.data_dir / "rendezvous",
+        all_reduce_timeout_s=config.all_reduce_timeout_s,
     )
     cluster = Cluster.connect(config.ray)
     try:

@@ -1,6 +1,6 @@
 """Ranks of a process group get the sum that one would get, to the bit, or an error in time.
 
-Members are threads of this process here, each with its own end of a real gloo meeting.
+Members are threads of this process here, each with its own end of a real gloo process group.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ LENGTH = 1003
 def together(
     size: int, place: str, work: Callable[[ProcessGroup], Any], timeout_s: float = 60
 ) -> Any:
-    """What each of so many members makes of a meeting, by rank; errors too."""
+    """What each of so many members makes of a process group, by rank; errors too."""
 
     def member(rank: int) -> Any:
         try:
-            meeting = join(rank, size, CPU, place, timeout_s=timeout_s)
+            group = join(rank, size, CPU, place, timeout_s=timeout_s)
             try:
-                return work(meeting)
+                return work(group)
             finally:
-                meeting.close()
+                group.close()
         except EngineError as exc:
             return exc
 
@@ -141,12 +141,12 @@ def test_a_member_that_does_not_come_costs_the_others_their_patience_and_no_more
 ) -> None:
     over = threading.Event()
 
-    def work(meeting: ProcessGroup) -> Any:
-        if meeting.rank:
+    def work(group: ProcessGroup) -> Any:
+        if group.rank:
             over.wait(100)  # it hangs
             return None
         try:
-            return reduce(meeting, {0: torch.ones(LENGTH)}, LENGTH)
+            return reduce(group, {0: torch.ones(LENGTH)}, LENGTH)
         finally:
             over.set()
 
@@ -156,16 +156,16 @@ def test_a_member_that_does_not_come_costs_the_others_their_patience_and_no_more
 
 
 def test_a_member_that_leaves_is_noticed_at_once(tmp_path: Path) -> None:
-    def work(meeting: ProcessGroup) -> Any:
-        if meeting.rank:
+    def work(group: ProcessGroup) -> Any:
+        if group.rank:
             return None
-        return reduce(meeting, {0: torch.ones(LENGTH)}, LENGTH)
+        return reduce(group, {0: torch.ones(LENGTH)}, LENGTH)
 
     lost, _ = together(2, f"file:{tmp_path / 's'}", work, timeout_s=60)
     assert isinstance(lost, PeerLost)
     assert "is gone in the middle of a gathering" in str(lost)
 
 
-def test_a_meeting_that_nobody_else_joins_is_given_up(tmp_path: Path) -> None:
+def test_a_group_that_nobody_else_joins_is_given_up(tmp_path: Path) -> None:
     with pytest.raises(PeerLost, match="member 0 of 2 found no process group"):
         join(0, 2, CPU, f"file:{tmp_path / 's'}", timeout_s=0.5)

@@ -34,7 +34,7 @@ _MAY_BE_ZERO = frozenset(
     {
         "port",
         "num_workers",
-        "meeting_timeout_s",
+        "all_reduce_timeout_s",
         "parent_pid",
         "min_free_bytes",
         "max_unnamed_samplers",
@@ -110,7 +110,7 @@ class ServerConfig:
     """Devices that hold a base model together, as one worker; for models larger than one device."""
     group_timeout_s: float = 120.0
     """A group is started again when a member keeps the others waiting for longer."""
-    meeting_timeout_s: float = 30.0
+    all_reduce_timeout_s: float = 30.0
     """Workers that share a run wait for each other's gradients so long; 0: none share a run."""
     ray: str = ""
     """`auto` or `HOST:PORT` of a Ray cluster: workers run on its nodes, one a GPU."""

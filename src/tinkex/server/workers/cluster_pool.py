@@ -44,9 +44,9 @@ class PoolPlan:
     """Devices of a member."""
     start_timeout_s: float = 300.0
     budget: Budget = field(default_factory=Budget)
-    exchange: Path | None = None
+    rendezvous: Path | None = None
     """A folder on the server's disk for adapters that members share; None: none is shared."""
-    meeting_timeout_s: float = 30.0
+    all_reduce_timeout_s: float = 30.0
     """How long members that share an adapter wait for each other; 0: none is shared."""
 
 
@@ -108,8 +108,8 @@ class ClusterPool(Pool):
         super().__init__(
             members,
             name="the cluster",
-            exchange=plan.exchange,
-            meeting_timeout_s=plan.meeting_timeout_s,
+            rendezvous=plan.rendezvous,
+            all_reduce_timeout_s=plan.all_reduce_timeout_s,
             deterministic=spec.deterministic or engine_kind(spec.engine).splits_exactly,
         )
         self._count()

@@ -51,14 +51,14 @@ class Pool:
         members: Sequence[Worker],
         *,
         name: str = "the pool",
-        exchange: Path | None = None,
+        rendezvous: Path | None = None,
         deterministic: bool = False,
-        meeting_timeout_s: float = 30.0,
+        all_reduce_timeout_s: float = 30.0,
     ) -> None:
-        """`exchange` is a folder that all members reach; without it no pass is split.
+        """`rendezvous` is a folder that all members reach; without it no pass is split.
 
         Args:
-            meeting_timeout_s: How long members that add up gradients wait for each other; 0: no
+            all_reduce_timeout_s: How long members that add up gradients wait for each other; 0: no
                 pass is split.
         """
         if not members:
@@ -66,8 +66,8 @@ class Pool:
         self.name = name if len(members) > 1 else members[0].name
         self.members = list(members)
         self.groups: GradientGroups | None = None
-        if exchange is not None and meeting_timeout_s > 0:
-            self.groups = GradientGroups(exchange, meeting_timeout_s)
+        if rendezvous is not None and all_reduce_timeout_s > 0:
+            self.groups = GradientGroups(rendezvous, all_reduce_timeout_s)
         self._shared = Shared(self.groups, deterministic, self._with_model)
         self._placements: dict[str, Placement] = {}
         self._loaded: dict[tuple[Lease, str], bool] = {}  # base models by member: asked for, there
