@@ -11,6 +11,7 @@ import difflib
 import ipaddress
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -252,9 +253,12 @@ class ServerConfig:
             ConfigError: There is none, neither here nor in the store (`tinkex keys add`).
         """
         if not (self.is_loopback or self.api_keys or is_any_stored):
+            folder = f"--data-dir {shlex.quote(str(self.data_dir))}"
+            where = "--database URL" if self.database else folder
             raise ConfigError(
                 f"host {self.host!r} is reachable by others and no api key is set. Make one with "
-                "`tinkex keys add --user NAME`, give --api-key KEY=USER, or listen on 127.0.0.1."
+                f"`tinkex keys add --user NAME {where}`, give --api-key KEY=USER, or "
+                "listen on 127.0.0.1."
             )
 
     def _check_amounts(self) -> None:
