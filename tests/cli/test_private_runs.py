@@ -241,6 +241,14 @@ def test_a_renamed_run_is_still_found_by_the_name_of_its_folder(cli, machine, da
         assert resolve(State(), name) == ran.json["sampler_path"]
 
 
+def test_a_private_server_needs_no_certificates(cli, machine, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(machine / "nothing.pem"))
+    ran = cli("run", "list", "--json")
+    assert (ran.code, ran.out and ran.json["runs"]) == (0, []), ran.err
+    named = cli("chat", "nobody", "-p", "Hi")
+    assert "certificates" not in named.err
+
+
 @pytest.mark.parametrize("name", ["small", "letters", "caps"])
 def test_a_name_means_the_same_to_the_command_line_and_to_openai_clients(
     cli, machine, data, start_server, name

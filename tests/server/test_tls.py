@@ -102,6 +102,26 @@ def test_plain_http_to_a_port_that_speaks_tls_is_told_within_seconds(
         assert time.monotonic() - began < PATIENCE_S
 
 
+@pytest.mark.parametrize("text", [None, "no certificate"])
+def test_certificates_that_cannot_be_read_are_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    """It said for 15 seconds that a server may be away."""
+    from click import ClickException
+
+    from tinkex.cli.address import send
+
+    file = tmp_path / "ca.pem"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    url, said = "https://127.0.0.1:9", f"certificates of SSL_CERT_FILE={file} cannot be read"
+    with pytest.raises(APIConnectionError, match=said):
+        patient_client(url).get_server_capabilities()
+    with pytest.raises(ClickException, match=said):
+        send("GET", url, "/v1/models", "")
+
+
 def test_commands_that_speak_raw_http_say_what_to_do_about_a_certificate(
     tmp_path: Path, pair: tuple[Path, Path]
 ) -> None:

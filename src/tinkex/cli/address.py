@@ -46,12 +46,17 @@ def send(
     """
     import httpx
 
-    from tinkex.client.http.backends import tls_trouble
+    from tinkex.client.http.backends import tls_trouble, unreadable_certificates
     from tinkex.wire.loopback import DIRECT
 
     headers = {"X-API-Key": key, **options.pop("headers", {})}
     try:
-        with httpx.Client(headers=headers, timeout=timeout, mounts=DIRECT) as client:
+        has_tls = base_url.startswith("https")
+        client = httpx.Client(headers=headers, timeout=timeout, mounts=DIRECT, verify=has_tls)
+    except OSError as exc:
+        raise click.ClickException(str(unreadable_certificates(exc))) from exc
+    try:
+        with client:
             return client.request(verb, base_url + path, **options)
     except httpx.HTTPError as exc:
         if (trouble := tls_trouble(base_url, exc)) is not None:

@@ -7,6 +7,7 @@ raise `TimeoutError` or `OSError` when there is no answer; neither follows redir
 from __future__ import annotations
 
 import logging
+import os
 import ssl
 from collections.abc import Mapping
 from typing import Protocol
@@ -63,13 +64,27 @@ def _has_proxy(url: str) -> bool:
 
 
 def make_httpx(config: ClientConfig) -> httpx.AsyncClient:
-    return httpx.AsyncClient(
-        http2=config.base_url.startswith("https"),
-        # Without TLS there is nothing to verify, and loading certificates takes 20 ms.
-        verify=config.verify_tls and config.base_url.startswith("https"),
-        timeout=config.timeout_s,
-        limits=httpx.Limits(max_connections=config.max_connections, max_keepalive_connections=200),
-        mounts=DIRECT,
+    limits = httpx.Limits(max_connections=config.max_connections, max_keepalive_connections=200)
+    try:
+        return httpx.AsyncClient(
+            http2=config.base_url.startswith("https"),
+            # Without TLS there is nothing to verify, and loading certificates takes 20 ms.
+            verify=config.verify_tls and config.base_url.startswith("https"),
+            timeout=config.timeout_s,
+            limits=limits,
+            mounts=DIRECT,
+        )
+    except OSError as exc:
+        raise unreadable_certificates(exc) from exc
+
+
+def unreadable_certificates(error: OSError) -> TlsError:
+    """The error of a client that cannot be made: only certificates are read for it."""
+    file = os.environ.get("SSL_CERT_FILE")
+    where = f"SSL_CERT_FILE={file}" if file else "this machine"
+    return TlsError(
+        f"The certificates of {where} cannot be read: "
+        f"{error.strerror or error}. Set SSL_CERT_FILE to a PEM file that can be, or unset it."
     )
 
 

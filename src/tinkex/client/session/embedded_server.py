@@ -131,7 +131,7 @@ class LocalServer:
                 return
         with contextlib.suppress(httpx.HTTPError):
             headers = {"x-api-key": self.api_key}
-            async with httpx.AsyncClient(timeout=5, headers=headers, mounts=DIRECT) as client:
+            async with httpx.AsyncClient(headers=headers, **_how(self.base_url)) as client:
                 await client.post(**_process_call(self.base_url, "detach"))
 
 
@@ -394,8 +394,13 @@ def _answers(base_url: str, key: str) -> bool:
 
 
 def _attach(base_url: str, key: str) -> None:
-    with httpx.Client(timeout=5, headers={"x-api-key": key}, mounts=DIRECT) as client:
+    with httpx.Client(headers={"x-api-key": key}, **_how(base_url)) as client:
         client.post(**_process_call(base_url, "attach")).raise_for_status()
+
+
+def _how(base_url: str) -> dict[str, Any]:
+    """The arguments of a client of httpx: without TLS, no certificates are read."""
+    return {"timeout": 5, "mounts": DIRECT, "verify": base_url.startswith("https")}
 
 
 def _process_call(base_url: str, endpoint: str) -> dict[str, Any]:
