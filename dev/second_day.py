@@ -27,6 +27,7 @@ from walk import Check, Interrupt, Step, StepError, Walk, walking
 MODEL = "tinkex/SmolLM2-135M-Instruct-Q4"
 SFT = "--batch-size 4 --rank 4 --save-every 4 --eval-share 0"
 ORDERS = f"tinkex train sft rows.jsonl --name orders --epochs {{epochs}} {SFT}"
+READ_PAGE = "import sys, urllib.request as u; print(u.urlopen(sys.argv[1]).read().decode())"
 PIPED = r"printf '/help\nWho are you?\n/exit\nnot asked\n'"
 SHORT = "--max-tokens 8 --seed 1"
 UUID = "[0-9a-f-]{36}"
@@ -182,7 +183,7 @@ BESIDE = (
         keeps={"faster_id": r'"training_run_id": "([^"]+)"'},
     ),
     Step(
-        command="curl -sf '{url}/console/compare?runs={caps_id},{faster_id}'",
+        command=f"python -c '{READ_PAGE}' '{{url}}/console/compare?runs={{caps_id}},{{faster_id}}'",
         says=("learning_rate", "0.002"),
         never=("started alike",),
     ),

@@ -7,8 +7,9 @@ import contextlib
 import inspect
 import random
 import socket
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -383,9 +384,9 @@ def minus_sum(data: Any, logprobs: Any) -> Any:
 
 
 def test_calls_that_wait_send_their_options_in_every_request_too(
-    toy_server: str,
+    tmp_path: Path, start_server: Callable[..., AbstractContextManager[str]]
 ) -> None:
-    """Custom losses of two passes, texts, listings and the call that is made in a thread."""
+    """Custom losses of two passes, texts, listings of a page, the call that is made in a thread."""
     sent: list[Call] = []
 
     async def spy(call: Call, **given: Any) -> Reply:
@@ -395,7 +396,10 @@ def test_calls_that_wait_send_their_options_in_every_request_too(
 
     options = {"headers": {"X-Trace": "7"}, "timeout": 7, "idempotency_key": "mine"}
     penalty = RegularizerSpec(L2(center="mean", reduction="mean"), 1.0, "spread")
-    with tinkex.ServiceClient(base_url=toy_server, api_key="tml-two") as service:
+    with (
+        start_server(tmp_path, "--engine", "toy") as base_url,
+        tinkex.ServiceClient(base_url=base_url, api_key="tml-two") as service,
+    ):
         training = service.create_lora_training_client(MODEL, rank=4).result()
         training.save_state("a").result()
         sampler = service.create_sampling_client(base_model=MODEL).result()

@@ -29,3 +29,18 @@ def test_no_dataclass_with_slots_has_a_getstate_of_its_own():
         if isinstance(item, ast.FunctionDef) and item.name in ("__getstate__", "__setstate__")
     ]
     assert found == []
+
+
+def test_no_archive_is_unpacked_with_a_filter_by_name():
+    """`extractall(filter=)` came in 3.11.4; two tests that had it failed on Debian 12 alone."""
+    root = SOURCE.parents[1]
+    found = [
+        f"{file.relative_to(root)}:{node.lineno}"
+        for folder in ("src", "tests", "dev", "benchmarks")
+        for file in sorted((root / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith((".extractall", ".extract", "unpack_archive"))
+        and any(keyword.arg == "filter" for keyword in node.keywords)
+    ]
+    assert found == []

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from app_world import AppWorld, open_app
+from recorded_database import ARCHIVE, unpack
 from server_process import ServerProcess
 from wire_client import WireClient, loss_of
 
 from tinkex.store import Store
 
-ARCHIVE = Path(__file__).resolve().parents[1] / "golden" / "store-0010.tar.xz"
 EXPECTED = ARCHIVE.with_name("store-0010.json")
 AGELESS_S = 1e11
 SETTINGS = {
@@ -92,11 +92,6 @@ async def _finish(world: AppWorld, folder: Path, run: str) -> dict[str, Any]:
             b"".join(file.read_bytes() for file in sorted(checkpoint.rglob("*.npz")))
         ).hexdigest(),
     }
-
-
-def unpack(folder: Path) -> None:
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
 
 
 def _packed(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from recorded_store import EXPECTED, go_on, unpack
+from recorded_database import unpack
+from recorded_store import EXPECTED, go_on
 
 
 async def test_a_recorded_journal_is_replayed_to_the_same_losses_and_weights(

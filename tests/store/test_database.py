@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import tarfile
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from recorded_database import unpack
 from sqlalchemy import create_engine, inspect, text
 from store_rows import op
 
@@ -17,8 +17,6 @@ from tinkex.errors import ConfigError
 from tinkex.store import Store, StoreClosedError
 from tinkex.store.database import MIGRATIONS, NEWEST_REVISION, _with_driver
 from tinkex.store.schema import metadata
-
-RECORDED = Path(__file__).parents[1] / "golden" / "store-0010.tar.xz"
 
 
 def _differences(store: Store) -> list[object]:
@@ -33,8 +31,7 @@ def test_a_new_database_has_exactly_the_tables_of_the_schema(store: Store) -> No
 
 def test_the_revisions_make_them_of_a_recorded_database_too(tmp_path: Path) -> None:
     """Only databases that exist go through revisions: a change of the schema needs one."""
-    with tarfile.open(RECORDED) as archive:
-        archive.extractall(tmp_path, filter="data")
+    unpack(tmp_path)
     store = Store.in_folder(tmp_path)
     assert _differences(store) == []
     with store._database.writer.connect() as connection:

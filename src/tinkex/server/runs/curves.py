@@ -396,9 +396,15 @@ class LiveCurves:
     async def _load(self, run_id: str) -> _Run:
         if self._num_held > 2 * MAX_HELD:  # many were read since the last write
             await self.flush()
-        stored = await self._store.call(self._store.curves.of_run, run_id)
+
+        def read() -> dict[str, Curve]:
+            stored = self._store.curves.of_run(run_id)
+            return {curve.name: Curve.unpacked(curve) for curve in stored}
+
+        # Off the loop, the unpacking too: a run may have a thousand curves.
+        curves = await self._store.call(read)
         model = await self._store.call(self._store.models.get, run_id)
-        run = _Run({curve.name: Curve.unpacked(curve) for curve in stored})
+        run = _Run(curves)
         self._num_held += run.num_points
         run.num_steps = run.first_step = (model.first_step if model else None) or 0
         if (rate := run.curves.get("learning_rate")) is not None and rate.steps:
