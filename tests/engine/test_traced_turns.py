@@ -54,7 +54,7 @@ def test_a_traced_loss_is_ended_by_its_seconds_and_the_step_is_named(start):
     assert isinstance(ended, jobs.Failed)
     assert ended.category == "user"
     assert "data[0]" in ended.message
-    assert "custom loss node 'n" in ended.message
+    assert "custom loss node '" in ended.message  # whichever step it was at
     assert "s after the datum began" in ended.message
     assert "over 0.01 s" in ended.message
     job = start(trainer=TrainerConfig(loss_job_s=0.01))
