@@ -187,9 +187,10 @@ def main() -> int:
     most = ", ".join(f"{name} {size >> 20}" for name, size in watched.memory_bytes.items())
     print(f"longest sample by attack, in s: {longest}", file=sys.stderr)
     print(f"most memory of the API process by attack, in MiB: {most}", file=sys.stderr)
-    return report.finish(
-        "abuse" if flags.engine == "toy" else "abuse_torch", figures(watched), rest
-    )
+    if flags.engine == "toy":
+        return report.finish("abuse", figures(watched), rest)
+    command = "python benchmarks/abuse.py --engine torch"
+    return report.finish("abuse_torch", figures(watched), rest, command=command)
 
 
 def figures(watched: Watched) -> list[report.Figure]:

@@ -69,8 +69,14 @@ class Figure:
         return json.dumps(fields | ({"note": self.note} if self.note else {}))
 
 
-def finish(title: str, figures: Sequence[Figure], argv: Sequence[str] | None = None) -> int:
-    """Print everything; the exit status is 1 when a bar is missed."""
+def finish(
+    title: str, figures: Sequence[Figure], argv: Sequence[str] | None = None, *, command: str = ""
+) -> int:
+    """Print everything; the exit status is 1 when a bar is missed.
+
+    Args:
+        command: How to make the table again, where it is not `python benchmarks/TITLE.py`.
+    """
     flags = parse(title, argv)
     table = _table(figures)
     print(f"# {title}: {hardware()}, {time.strftime('%Y-%m-%d')}, commit {commit()}\n")
@@ -78,7 +84,7 @@ def finish(title: str, figures: Sequence[Figure], argv: Sequence[str] | None = N
     for figure in figures:
         print(figure.line())
     if flags.write:
-        write(title, table)
+        write(title, table, command=command)
     missed = [figure.name for figure in figures if not figure.ok]
     if missed:
         print(f"below the bar: {', '.join(missed)}", file=sys.stderr)
