@@ -134,6 +134,11 @@ async def test_users_are_limited_disabled_and_let_in_again(world):
     async with log_in(world, ADMIN) as root:
         page = await form(root, "/console/server/quotas", user_id="ann", name="models", limit="7")
         assert "models 7" in page.text
+        # As people write it for `tinkex serve --quota`.
+        page = await form(
+            root, "/console/server/quotas", user_id="ann", name="disk_bytes", limit="5M"
+        )
+        assert "disk_bytes 5,000,000" in page.text
         wrong = await form(root, "/console/server/quotas", user_id="ann", name="models", limit="-")
         assert (wrong.status_code, "at least 0" in wrong.text) == (400, True)
         await form(root, "/console/server/users", user_id="ann", action="disable")

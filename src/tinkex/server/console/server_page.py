@@ -17,6 +17,7 @@ from fastapi import APIRouter, Form, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel
 
+from tinkex.contract.amounts import amount_of
 from tinkex.server.administration.administration import Administration
 from tinkex.server.console.run_pages import Number
 from tinkex.server.console.shell import PageRoute, page
@@ -269,12 +270,9 @@ async def set_quota(
 def _amount(text: str) -> float | None:
     if not text.strip():
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
+    value = amount_of(text.strip())
     if not 0 <= value <= 2**62:
-        raise ApiError(400, f"A limit is a number of at least 0, got {text[:30]!r}.")
+        raise ApiError(400, f"A limit is a number of at least 0, such as 5M; got {text[:30]!r}.")
     return value
 
 
