@@ -46,9 +46,9 @@ class MeasuredRates:
         self._sums[base_model] = sums  # the last one is the newest
         if len(self._sums) > MAX_MODELS:
             del self._sums[next(iter(self._sums))]
-        summed = zip(sums.get(work, (0.0, 0.0, 0.0)), (amount, took, 1.0), strict=True)
-        counted = [before + more for before, more in summed]
-        sums[work] = [value / 2 for value in counted] if counted[2] > MAX_NOTES else counted
+        amounts, times, notes = sums.get(work, (0.0, 0.0, 0.0))
+        share = 1.0 if notes < MAX_NOTES else 0.5
+        sums[work] = [(amounts + amount) * share, (times + took) * share, (notes + 1) * share]
         self._is_dirty = True
 
     def rate(self, base_model: str, work: str) -> float | None:

@@ -27,7 +27,7 @@ _WITH_CONTEXT = re.compile(r"(.+):peft:(\d{1,12})", re.DOTALL)
 
 def split_context(name: str) -> tuple[str, int | None]:
     """A name of the hosted service, `BASE:peft:TOKENS`, as base model and length of context."""
-    match = _WITH_CONTEXT.fullmatch(name)
+    match = _WITH_CONTEXT.fullmatch(name) if ":peft:" in name else None
     return (match[1], int(match[2])) if match else (name, None)
 
 
