@@ -224,7 +224,7 @@ class Run:
         """The settings of the recipe as the console compares them, `auto` as the number it is."""
         recipe = type(self._config).__module__.rpartition(".")[2]
         told = {**asdict(self._config), "learning_rate": self._peak, "recipe": recipe}
-        if self._config.model.startswith("tinker://"):
+        if is_tinker_path(self._config.model):
             told["rank"] = self.training.get_info().lora_rank  # a checkpoint has its own
         return told
 
